@@ -29,10 +29,13 @@ from finetune_operator.reconcile.decide import decide
 from finetune_operator.reconcile.endpoint_view import endpoint_view, inference_service_view, joined
 from finetune_operator.reconcile.observed import job_view, pod_view, pods_being_deleted, wanted_logs
 from finetune_operator.reconcile.reconcile_types import (
+    NO_FINDINGS,
     AutoscalerView,
+    CanaryReading,
     Decision,
     EndpointView,
     EventNote,
+    Findings,
     JobView,
     ObjectRef,
     Observed,
@@ -118,6 +121,8 @@ class World:
     """True if InferenceServices are served."""
     custom_metrics: bool = False
     """True if the custom metrics API is served."""
+    canary_reading: CanaryReading | None = None
+    """Last reading of the servers' metrics."""
     autoscaler: AutoscalerView | None = None
     """State of the endpoint's autoscaler."""
     servers: dict[str, Any] = field(default_factory=dict)
@@ -131,6 +136,7 @@ class World:
     learned: tuple[LearnedRatios, ...] = ()
     """Ratios of the namespace's finished jobs."""
     progress: ProgressStatus | None = None
+    findings: Findings = NO_FINDINGS
     last_progress_at: datetime | None = None
     reports_complete_since: datetime | None = None
     """Time since which the operator receives reports; None, the default: it does not."""
@@ -173,7 +179,8 @@ class World:
         children = tuple(view for raw in self.children.values() if (view := child_view(raw)) is not None)
         pods = tuple(view for raw in self.pods.values() if (view := pod_view(raw)) is not None)
         seen = Observed(
-            children, pods, self.progress, served=self.served, refusals=self.refusals, learned=self.learned,
+            children, pods, self.progress, self.findings,
+            served=self.served, refusals=self.refusals, learned=self.learned,
             last_progress_at=self.last_progress_at, reports_complete_since=self.reports_complete_since,
         )  # fmt: skip
         self.last_logs = {name: text for name, text in self.last_logs.items() if name in {one.name for one in pods}}
@@ -181,7 +188,7 @@ class World:
         endpoints = joined(view for view in views if view is not None)
         seen = replace(
             seen, last_logs=tuple(self.last_logs.items()), endpoints=endpoints, kserve=self.kserve,
-            custom_metrics=self.custom_metrics, autoscaler=self.autoscaler,
+            custom_metrics=self.custom_metrics, autoscaler=self.autoscaler, canary_reading=self.canary_reading,
         )  # fmt: skip
         for name in pods_being_deleted(self.job(), seen):
             self.last_logs[name] = self.logs.get(name, "")
@@ -287,6 +294,7 @@ class World:
         self.created.append(name)
         # Earlier reports belong to the attempt before.
         self.progress = self.last_progress_at = None
+        self.findings = NO_FINDINGS
         return None
 
     def _apply(self, manifest: Any) -> Refusal | None:

@@ -235,7 +235,7 @@ class Kubelet:
         started = now()
         log_key = (pod["metadata"]["namespace"], pod["metadata"]["name"])
         self._logs[log_key] = running.play.log
-        await self._status(pod, _running_status(pod, started))
+        await self._status(pod, _running_status(pod, started, running.play.address))
         await self._until_its_end(running)
         stopped = running.stop.is_set()
         if stopped:
@@ -382,12 +382,12 @@ def _containers(pod: Object, state: Object, ready: bool) -> Object:
     }
 
 
-def _running_status(pod: Object, started: str) -> Object:
+def _running_status(pod: Object, started: str, address: str) -> Object:
     return {
         "phase": "Running",
         "startTime": started,
-        "podIP": "127.0.0.1",
-        "podIPs": [{"ip": "127.0.0.1"}],
+        "podIP": address,
+        "podIPs": [{"ip": address}],
         "hostIP": "127.0.0.1",
         "conditions": [_condition(name, "True") for name in ("Initialized", "Ready", "ContainersReady")],
         **_containers(pod, {"running": {"startedAt": started}}, ready=True),

@@ -62,6 +62,8 @@ class Play:
     """Reason of the condition DisruptionTarget that the pod gets before it ends."""
     pod_reason: str | None = None
     """`status.reason` of the pod."""
+    address: str = "127.0.0.1"
+    """IP address of the pod."""
     stops_after: float = 0.05
     """Seconds from the request to stop to its end."""
 

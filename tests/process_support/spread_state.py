@@ -106,8 +106,10 @@ def _parameters(placed: Any) -> dict[str, Any]:
 def _whole(placed: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return weights and optimizer state, gathered by torch. Every process must call it."""
 
+    from finetune_trainer.strategies.divided_tensors import whole_of
+
     def full(value: Any) -> Any:
-        return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        return whole_of(value).detach().clone()
 
     weights = {name: full(value) for name, value in placed.model.state_dict().items()}
     state = {

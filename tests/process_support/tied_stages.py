@@ -71,11 +71,11 @@ def in_stages(family: str, training: dict[str, Any], clip: float, out: str) -> N
     import torch
 
     from finetune_contract.trainer_job import Training
-    from finetune_trainer.strategies.model_parallel import ModelParallel
+    from finetune_trainer.strategies.select import strategy_for
     from finetune_trainer.strategies.strategy_protocol import Placed
 
     torch.distributed.init_process_group("gloo")
-    strategy = ModelParallel(Training.model_validate(training))
+    strategy: Any = strategy_for(Training.model_validate(training), None, Path(out))
     model = strategy.prepare_model(model_of(family))
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     placed = Placed(model, model, optimizer, torch.distributed.get_world_size(), torch.device("cpu"))

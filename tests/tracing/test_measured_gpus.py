@@ -16,7 +16,7 @@ import pytest
 from finetune_contract.layout import EXIT_CODES, FailureClass
 from finetune_contract.measured_devices import PlannedDevice
 from finetune_contract.report import TrainerReport
-from finetune_contract.trainer_job import TrainerJob
+from finetune_contract.trainer_job import TrainerJob, Training
 from finetune_trainer.distributed import free_port
 from suite_plugins.patience import patient
 from tracing_support import stub_cuda
@@ -115,3 +115,24 @@ def test_all_ranks_agree_on_the_weakest_gpu_of_any(pretended, tmp_path: Path):
         assert report.devices.device.memory_bytes == H100_BYTES // 2
         assert (report.devices.processes, report.devices.per_node, report.devices.peer_access) == (2, 1, None)
     assert ends[0][1].devices == ends[1][1].devices
+
+
+SETTLED = """
+import torch
+from pathlib import Path
+from finetune_contract.trainer_job import Training
+from finetune_trainer.training.training_arguments import training_arguments
+arguments = training_arguments(Training.model_validate_json({training!r}), Path("."), {{}})
+print(arguments.tf32, torch.backends.cuda.matmul.fp32_precision)
+"""
+
+
+def test_fp32_training_on_an_h100_has_torch_multiply_in_tf32(pretended):
+    world = {"nodes": 1, "processes_per_node": 1, "device": "cuda", "threads_per_process": 1}
+    found = []
+    for arguments in ({}, {"tf32": False}):
+        training = Training.model_validate(training_of(steps=1, precision="fp32", world=world, arguments=arguments))
+        program = SETTLED.format(training=training.model_dump_json())
+        run = subprocess.run([sys.executable, "-c", program], env=pretended, text=True, capture_output=True, check=True)
+        found.append(run.stdout.split())
+    assert found == [["True", "tf32"], ["False", "ieee"]]

@@ -89,6 +89,8 @@ class _NoCheckpoints:
     def due(self, step: int, *, by_clock: bool) -> bool:
         return False
 
+    def finish(self) -> None: ...
+
 
 @dataclass
 class _Observer:
@@ -248,3 +250,10 @@ def _meshes_of_real_numbers() -> None:
             return make(*arguments, **settings)
 
     device_mesh.init_device_mesh = made
+    joined = device_mesh.DeviceMesh._concatenate
+
+    def join(*arguments: Any) -> Any:
+        with _disable_current_modes():
+            return joined(*arguments)
+
+    device_mesh.DeviceMesh._concatenate = staticmethod(join)  # type: ignore[method-assign,assignment]

@@ -164,6 +164,8 @@ def loop_over(bench: Any, model: Any, adapted: Any, folder: Path) -> Any:
         def due(self, step: int, *, by_clock: bool) -> bool:
             return False
 
+        def finish(self) -> None: ...
+
     training, prepared, strategy = bench.job.training, PreparedData.open(bench.paths), Single("fp32")
     parts = LoopParts(
         strategy=strategy,

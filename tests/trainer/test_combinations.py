@@ -63,7 +63,18 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         strategy("deepspeed", zero_stage=3, offload_parameters="nvme"),
         ("cpu-swaps-bf16-parameters",),
     ),
-    "fsdp beside split layers": (strategy("fsdp", tensor=2), ("model-parallel-has-replicas",)),
+    "a ZeRO stage beside split layers": (
+        strategy("deepspeed", zero_stage=1, tensor=2),
+        ("model-parallel-has-replicas",),
+    ),
+    "hybrid sharding of split layers": (
+        strategy("fsdp", fsdp_sharding="hybrid", tensor=2),
+        ("hybrid-sharding-needs-nodes", "spread-models-shard-over-all-replicas"),
+    ),
+    "state of split layers in host memory": (
+        strategy("fsdp", offload_optimizer="cpu", offload_parameters="cpu", tensor=2),
+        ("spread-models-keep-state-on-devices",),
+    ),
     "an adapter beside stages": (
         {**ddp(pipeline=PIPELINE), **adapter("lora")},
         ("model-parallel-trains-all-weights",),

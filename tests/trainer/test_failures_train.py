@@ -143,15 +143,19 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(finished):
     assert "The loss is nan at step" in report.failure.message
 
 
-@pytest.mark.parametrize(("strategy", "settings"), [("single", {}), ("deepspeed", {"zero_stage": 2})])
+@pytest.mark.parametrize(
+    ("strategy", "settings", "asynchronous"),
+    [("single", {}, False), ("single", {}, True), ("deepspeed", {"zero_stage": 2}, False)],
+)
 def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before_it(
-    strategy: str, settings: dict[str, int], finished, small_volume: Path
+    strategy: str, settings: dict[str, int], asynchronous: bool, finished, small_volume: Path
 ):
     from finetune_trainer.checkpoints import verify
 
     run = type(finished)(small_volume / "w", finished.job)
     shutil.copytree(finished.paths.root, run.paths.root)
-    run = run.spread(strategy, 1, **settings).with_training(checkpoints=CheckpointSchedule(every_steps=1, keep=100))
+    saving = CheckpointSchedule(every_steps=1, keep=100, asynchronous=asynchronous)
+    run = run.spread(strategy, 1, **settings).with_training(checkpoints=saving)
     config = run.deepspeed_config() if strategy == "deepspeed" else None
     report = refused(run, contents(run.paths.root), FailureClass.STORAGE_FULL, "NoSpaceLeft", deepspeed=config)
     assert "checkpoints.keep" in report.failure.hint

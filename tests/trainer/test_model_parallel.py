@@ -83,6 +83,24 @@ CASES = {
         micro=2,
         replicas=2,
     ),
+    "llama, fsdp over split layers": Case("llama", {"name": "fsdp", "tensor": 2}, "fsdp+tensor2", replicas=2),
+    "qwen3, fsdp over split layers, gathered for both passes": Case(
+        "qwen3",
+        {"name": "fsdp", "tensor": 2, "fsdp_sharding": "grad-op", "activation_checkpointing": "full"},
+        "fsdp-grad-op+tensor2+activation-checkpointing",
+        micro=8,
+        replicas=2,
+    ),
+    "bert, fsdp over stages in two passes": Case(
+        "bert", {"name": "fsdp", **pipeline("1f1b", 2)}, "fsdp+pipeline2-1f1b", micro=2, replicas=2
+    ),
+    "gpt2, fsdp over split layers in stages": Case(
+        "gpt2",
+        {"name": "fsdp", "tensor": 2, **pipeline("interleaved", 4), "activation_checkpointing": "full"},
+        "fsdp+tensor2+pipeline2-interleaved+activation-checkpointing",
+        micro=2,
+        replicas=2,
+    ),
     "llama, GPipe": Case("llama", pipeline("gpipe", 4), "ddp+pipeline2-gpipe"),
     "bert, 1F1B": Case("bert", pipeline("1f1b", 4), "ddp+pipeline2-1f1b"),
     "roberta, 1F1B in two passes": Case("roberta", pipeline("1f1b", 2), "ddp+pipeline2-1f1b"),
@@ -119,6 +137,8 @@ def axes(case: Case) -> dict[str, Any]:
         "family": case.family,
         "layout": grids.layout(case.strategy),
         "schedule": grids.schedule(case.strategy),
+        "engine": grids.engine(case.strategy),
+        "sharding": case.strategy.fsdp_sharding,
         "accumulation": case.strategy.pipeline is None and case.micro * case.replicas < 16,
         "replicas": case.replicas,
         "rank order": case.strategy.rank_order,
@@ -200,14 +220,20 @@ TIED = {
     "llama, pipeline x data": ("llama", pipeline("1f1b", 4), 2),
     "gpt2, tensor x pipeline x data": ("gpt2", {"tensor": 2, **pipeline("1f1b", 4)}, 2),
     "llama, tensor x pipeline": ("llama", {"tensor": 2, **pipeline("gpipe", 4)}, 1),
-}
+    "llama, fsdp over split layers": ("llama", {"name": "fsdp", "tensor": 2}, 2),
+    "gpt2, fsdp over split layers, the replicas neighbours": (
+        "gpt2", {"name": "fsdp", "tensor": 2, "rank_order": "PTD", "fsdp_sharding": "grad-op"}, 3,
+    ),
+    "llama, fsdp over stages": ("llama", {"name": "fsdp", **pipeline("1f1b", 4)}, 2),
+    "gpt2, fsdp over split layers in stages": ("gpt2", {"name": "fsdp", "tensor": 2, **pipeline("interleaved", 4)}, 2),
+}  # fmt: skip
 
 
 @pytest.mark.slow
 def test_weight_shared_by_stages_stays_tied_and_unused_weight_unchanged(bench, tmp_path: Path):
     cases = {}
     for index, (name, (family, settings, replicas)) in enumerate(TIED.items()):
-        case = Case(family, settings, "", replicas=replicas)
+        case = Case(family, settings, "", micro=4 // replicas, replicas=replicas)
         folder = tmp_path / str(index)
         folder.mkdir()
         training = spread(bench, case).job.training.model_dump(mode="json", by_alias=True)
@@ -253,6 +279,7 @@ def test_a_run_goes_on_from_a_checkpoint_however_the_model_is_spread(short_bench
     ways = [
         Case("llama", {"tensor": 2}, "", training=schedule),
         Case("llama", pipeline("1f1b", 4), "", training=schedule),
+        Case("llama", {"name": "fsdp", "tensor": 2}, "", replicas=2, training=schedule),
         Case("llama", {}, "", training={**schedule, "strategy": Strategy(name="single")}),
     ]
     left = []
@@ -283,11 +310,19 @@ def test_bf16_follows_fp32_and_leaves_fp32_weights(short_bench, tmp_path: Path):
     ways = {
         "tensor": Case("llama", {"tensor": 2}, "", training={"precision": "bf16"}),
         "pipeline": Case("llama", pipeline("1f1b", 4), "", training={"precision": "bf16"}),
+        "fsdp, tensor x pipeline": Case(
+            "llama",
+            {"name": "fsdp", "tensor": 2, **pipeline("1f1b", 4)},
+            "",
+            micro=2,
+            replicas=2,
+            training={"precision": "bf16"},
+        ),
     }
     assert alone.run().exit_code == 0
     for name, case in ways.items():
         run = spread(bench.at(tmp_path / name), case)
-        ended = run.run(processes=2)
+        ended = run.run(processes=case.processes)
         assert ended.exit_code == 0, ended.output
         # bf16 has 8 bits of precision: losses are close, but not equal, which would mean that it is not in effect.
         assert run.losses() == pytest.approx(alone.losses(), rel=5e-2)

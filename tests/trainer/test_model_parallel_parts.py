@@ -293,9 +293,19 @@ def test_micro_batches_that_do_not_fill_whole_passes_are_refused(bench):
 @pytest.fixture
 def two_ranks() -> Iterator[None]:
     """Make this process rank 0 of a group of two whose messages go nowhere."""
+    yield from first_of(2)
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """Make this process rank 0 of a group of four whose messages go nowhere."""
+    yield from first_of(4)
+
+
+def first_of(size: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     yield
     torch.distributed.destroy_process_group()
 
@@ -319,6 +329,14 @@ def strategy_of(bench: Any, **settings: Any) -> ModelParallel:
     return ModelParallel(run.job.training)
 
 
+def sharded_replicas(bench: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
+    """Return FSDP over two replicas of split layers, which do not compare answers."""
+    chosen = Strategy(name="fsdp", **{"tensor": 2, **settings})
+    strategy = strategy_for(bench.in_replicas(chosen, 2, 4).job.training, None, bench.paths.offload)
+    monkeypatch.setattr(strategy, "_expect_same_answers", lambda model, expected: None)
+    return strategy
+
+
 def test_tensor_parallelism_that_is_not_there_is_an_error(two_ranks, bench, monkeypatch):
     strategy = strategy_of(bench, tensor=2)
     monkeypatch.setattr(strategy, "_expect_same_answers", lambda model, expected: None)
@@ -329,6 +347,35 @@ def test_tensor_parallelism_that_is_not_there_is_an_error(two_ranks, bench, monk
     assert refusal(strategy, placed(model, optimized=model.score)) == "NotOptimized"
     # Whole weights, as left by a library that accepts the plan and does nothing.
     assert refusal(strategy, placed(tiny("llama"))) == "ParameterNotSharded"
+
+
+def test_fsdp_over_split_layers_that_is_not_there_is_an_error(four_ranks, bench, monkeypatch):
+    strategy = sharded_replicas(bench, monkeypatch)
+    model = strategy.prepare_model(tiny("llama"))
+    strategy.assert_in_effect(placed(model, world=4))
+    assert refusal(strategy, placed(model, world=2)) == "WrongMesh"
+    assert refusal(strategy, placed(model, optimized=model.score, world=4)) == "NotOptimized"
+
+    keeping = sharded_replicas(bench, monkeypatch, fsdp_sharding="grad-op")
+    keeping._mesh, keeping._plan = strategy._mesh, strategy._plan
+    assert refusal(keeping, placed(model, world=4)) == "WrongSharding"
+
+    # Layers that are split, with the whole state of their part on each replica.
+    replicated = bench.in_replicas(Strategy(name="ddp", tensor=2), 2, 4)
+    split = ModelParallel(replicated.job.training)
+    monkeypatch.setattr(split, "_expect_same_answers", lambda model, expected: None)
+    assert refusal(strategy, placed(split.prepare_model(tiny("llama")), world=4)) == "ParameterNotSharded"
+
+
+def test_fsdp_divides_embeddings_and_layers_of_a_tensor_rank_among_replicas(four_ranks, bench, monkeypatch):
+    model = sharded_replicas(bench, monkeypatch).prepare_model(tiny("llama", vocab_size=52))
+    whole = tiny("llama", vocab_size=52)
+    shares = {
+        name: whole.get_parameter(name).numel() / value.to_local().numel() for name, value in model.named_parameters()
+    }
+    assert shares["model.layers.0.self_attn.q_proj.weight"] == shares["model.embed_tokens.weight"] == 4
+    assert shares["model.layers.0.mlp.down_proj.weight"] == 4
+    assert shares["model.layers.0.input_layernorm.weight"] == shares["score.weight"] == 2
 
 
 def test_an_answer_that_changes_when_the_model_is_spread_is_an_error(two_ranks, bench):

@@ -33,7 +33,7 @@ from finetune_trainer.nccl import (
     unusable_network,
     warn_of_locked_memory,
 )
-from finetune_trainer.nccl_log import chosen, merged, warnings
+from finetune_trainer.nccl_log import chosen, merged, network_of, warnings
 from finetune_trainer.reporting import write_pages
 from suite_plugins.patience import patient
 from trainer_support.tasks import train_here
@@ -102,6 +102,25 @@ node-0:9:12 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/RoCE [RO]; OOB eth0:10.0.0.
 node-0:9:12 [0] NCCL INFO comm:0x5, nRanks:16, nNodes:2, coll channels:8 collnet channels:8, nvls channels:0
 node-0:9:12 [0] NCCL INFO Channel 00/0 : 8[d6000] -> 0[d6000] [receive] via NET/IB/2/GDRDMA comm 0x9bb nRanks 16
 """
+
+
+@pytest.mark.parametrize(
+    ("log", "between", "gpudirect"),
+    [
+        (INFINIBAND, "ib", True),
+        (ROCE, "roce", False),
+        (EFA, "efa", True),
+        (SOCKETS, "socket", None),
+        (NO_CROSSING, "ib", None),
+        (TCP_BY_LIBFABRIC, "socket", None),
+    ],
+)
+def test_network_of_any_communicator_is_read_from_a_log(log: str, between: str, gpudirect: bool | None):
+    found = network_of(log)
+    assert found is not None
+    assert (found.between, found.gpudirect, found.inside) == (between, gpudirect, None)
+    # Nothing is claimed before NCCL has selected a network.
+    assert network_of(TOPOLOGY) is None
 
 
 @pytest.mark.parametrize(

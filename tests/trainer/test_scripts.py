@@ -318,6 +318,45 @@ def test_end_of_a_program_is_reported_by_class_reason_and_message(case: str, pod
     assert "{" not in failure.message
 
 
+SENDS = """
+import os, pathlib, sys, time
+text, ending = sys.argv[1:3]
+file = pathlib.Path(os.environ["NCCL_DEBUG_FILE"])
+file.write_text("".join(f"node-0:41:52 [0] NCCL INFO {line}\\n" for line in text.split(";")))
+if ending == "hang":
+    time.sleep(600)
+out = pathlib.Path(os.environ["FINETUNE_OUTPUT"])
+for name in ("config.json", "model.safetensors"):
+    (out / name).touch()
+sys.exit(int(ending))
+"""
+SOCKETS = "NET/Socket : Using [0]eth0:10.0.0.7<0>;Using network Socket"
+NETWORKS: dict[str, tuple[str, str, str | None, str, str | None]] = {
+    "sockets in place of rdma stop it": (SOCKETS, "hang", "rdma", "NCCL uses TCP sockets over eth0", None),
+    "no device for rdma explains its failure": ("NET/IB : No device found.", "1", "rdma", "NCCL finds no device", None),
+    "sockets as planned are reported": (SOCKETS, "0", None, "", "socket"),
+}
+
+
+@pytest.mark.parametrize("case", NETWORKS)
+def test_network_of_a_program_is_read_while_it_runs(case: str, pods_of):
+    text, ending, planned, message, between = NETWORKS[case]
+    world = {"nodes": 2, "processes_per_node": 1, "device": "cuda", "threads_per_process": 1, "network": planned}
+    pods = pods_of({"train.py": SENDS}, world=world, arguments=(text, ending))
+    put_code(pods)
+    first = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    code, report, output = pods.run(Stage.TRAIN, **first)
+    if not message:
+        assert code == 0, output
+        assert report.communication is not None
+        assert (report.communication.between, report.communication.adapters) == (between, ("eth0",))
+        return
+    assert report.failure is not None, output
+    found = (report.failure.failure_class, report.failure.reason)
+    assert found == (FailureClass.STRATEGY_NOT_IN_EFFECT, "NetworkNotInEffect"), output
+    assert message in report.failure.message
+
+
 def put_code(pods: Pods) -> None:
     """Write the output of prepare without running it, which saves seconds."""
     from finetune_trainer.scripts.code import fetch_code

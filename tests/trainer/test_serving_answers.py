@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from huggingface_hub import InferenceClient
 
-from finetune_contract.layout import JobPaths
+from finetune_contract.layout import INFERENCE_PATHS, JobPaths
 from finetune_contract.trainer_job import Serving
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.inference.predict import predict
@@ -165,6 +165,13 @@ def events(content: bytes) -> list[Any]:
     parts = content.decode().strip().split("\n\n")
     assert parts[-1] == "data: [DONE]"
     return [json.loads(part.removeprefix("data: ")) for part in parts[:-1]]
+
+
+def test_paths_of_requests_to_the_model_are_those_of_the_contract(bench: Bench) -> None:
+    paths = bench.server.request("/openapi.json").json["paths"]
+    posted = {path for path, methods in paths.items() if "post" in methods}
+    assert posted
+    assert posted <= set(INFERENCE_PATHS)
 
 
 @pytest.mark.parametrize("bench", ["text-generation"], indirect=True)

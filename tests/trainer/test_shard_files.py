@@ -17,7 +17,7 @@ from finetune_trainer.checkpoints import Checkpoint, CheckpointStore
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import entries_of
 from finetune_trainer.spread_hashing import SpreadHashing, divided
-from finetune_trainer.strategies.shard_files import INDEX, read_index, read_state, write_state
+from finetune_trainer.strategies.shard_files import INDEX, read_index, read_state, stage_state
 from trainer_support.forking import fork_server
 from trainer_support.tasks import largest_difference, write_decoder
 
@@ -77,6 +77,7 @@ def ways(bench) -> dict[str, Any]:
         "ddp on 2": bench.spread("ddp", 2),
         "fsdp on 3, which divides nothing evenly": bench.spread("fsdp", 3),
         "tensor on 2": bench.in_replicas(Strategy(name="ddp", tensor=2), 1, 4),
+        "fsdp over split layers on 2 x 2": bench.in_replicas(Strategy(name="fsdp", tensor=2), 2, 4),
         "fsdp on 2 x 2, hybrid": bench.spread("fsdp", 4, fsdp_sharding="hybrid"),
         "fsdp on 1": bench.spread("fsdp", 1),
     }
@@ -94,7 +95,7 @@ def test_a_checkpoint_is_read_bit_by_bit_however_the_model_is_divided(bench, dec
         before = out
 
 
-@pytest.mark.parametrize("name", ["fsdp on 2", "single", "ddp on 2", "tensor on 2"])
+@pytest.mark.parametrize("name", ["fsdp on 2", "single", "ddp on 2", "fsdp over split layers on 2 x 2"])
 def test_the_gathered_checkpoint_of_an_earlier_release_is_read(name: str, bench, decoder, tmp_path: Path):
     before = go_on(bench.spread("fsdp", 2), decoder, tmp_path / "before", None, gathered=True)
     assert {path.name for path in (before / "step-2" / "state").iterdir()} == {"weights.pt", "optimizer.pt"}
@@ -108,10 +109,13 @@ def test_processes_share_the_writing_of_replicated_state(bench, decoder, tmp_pat
     assert max(sizes) < 1.5 * min(sizes)
 
 
-def test_a_process_killed_while_it_writes_costs_that_checkpoint_only(bench, tmp_path: Path):
-    saving = CheckpointSchedule(every_steps=2, keep=3)
-    whole_run = bench.at(tmp_path / "whole").with_training(max_steps=6, checkpoints=saving).spread("fsdp", 2)
-    run = bench.at(tmp_path / "w").with_training(max_steps=6, checkpoints=saving).spread("fsdp", 2)
+@pytest.mark.parametrize(("strategy", "asynchronous"), [("fsdp", False), ("ddp", True)])
+def test_a_process_killed_while_it_writes_costs_that_checkpoint_only(
+    strategy: str, asynchronous: bool, bench, tmp_path: Path
+):
+    saving = CheckpointSchedule(every_steps=2, keep=3, asynchronous=asynchronous)
+    whole_run = bench.at(tmp_path / "whole").with_training(max_steps=6, checkpoints=saving).spread(strategy, 2)
+    run = bench.at(tmp_path / "w").with_training(max_steps=6, checkpoints=saving).spread(strategy, 2)
     ended = whole_run.run(processes=2)
     assert ended.exit_code == 0, ended.output
     case = run.case(processes=2)
@@ -121,11 +125,13 @@ def test_a_process_killed_while_it_writes_costs_that_checkpoint_only(bench, tmp_
     assert codes[1] == -9, output
     assert codes[0] not in (0, -9), output
     assert (run.paths.checkpoints / "latest").read_text(encoding="utf-8") == "step-2\n"
-    assert [path.name for path in run.paths.checkpoints.glob("step-*")] == ["step-2"]
+    # What a thread has left of the other one is deleted when the next one is begun.
+    assert [path.name for path in run.paths.checkpoints.glob("step-?")] == ["step-2"]
 
     resumed = run.run(processes=2)
     assert resumed.exit_code == 0, resumed.output
     assert "(step 2)" in resumed.output
+    assert ("beside the training" in resumed.output) == asynchronous
     assert largest_difference(run.weights(), whole_run.weights()) == 0
     assert sorted(path.name for path in run.paths.checkpoints.glob("step-*")) == ["step-2", "step-4", "step-6"]
 
@@ -157,7 +163,7 @@ def stored(folder: Path, tensors: dict[str, Any]) -> Checkpoint:
     store.begin(1)
     state = store.partial(1) / "state"
     state.mkdir()
-    entries = write_state(state, tensors, {"groups": [], "numbers": {}}).entries
+    entries = stage_state(tensors, {"groups": [], "numbers": {}}, copied=False).write(state)
     assert entries == entries_of(state)
     hashing.wrote([{f"state/{name}": entry for name, entry in entries.items()}])
     return store.commit(1, strategy="single", world_size=1, job={}, first_of_run=True)
@@ -209,9 +215,9 @@ def spying(method: Callable[..., Any], note: Callable[[Any], object]) -> Callabl
 
 def test_index_entry_that_is_no_tensor_is_refused(tmp_path: Path):
     with pytest.raises(TypeError, match="weights/text is not a tensor"):
-        write_state(tmp_path, {"weights/text": "x"}, {})  # type: ignore[dict-item]
+        stage_state({"weights/text": "x"}, {}, copied=False)  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="not JSON serializable"):
-        write_state(tmp_path, state_of(), {"groups": [object()]})
+        stage_state(state_of(), {"groups": [object()]}, copied=False)
 
 
 def changed_index(part: Any, change: Callable[[dict[str, Any]], None]) -> None:

@@ -6,13 +6,17 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from finetune_contract.arguments import FREE, check_arguments, groups_by_length, known_arguments
+from finetune_contract.trainer_job import Training
 from finetune_trainer.training.loop import LoopParts, TrainingLoop
+from finetune_trainer.training.training_arguments import tf32_setting
+from trainer_support.tasks import training_of
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,8 @@ class NoSaver:
     def due(self, step: int, *, by_clock: bool) -> bool:
         return False
 
+    def finish(self) -> None: ...
+
 
 @pytest.mark.parametrize("name", sorted(CASES))
 @patch.dict(os.environ)  # full_determinism sets variables
@@ -222,6 +228,30 @@ def test_tf32_is_refused_where_no_gpu_has_it(loop_of):
 
     with pytest.raises(StageError, match="tf32 requires Ampere or a newer GPU"):
         loop_of(arguments={"tf32": True})
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision", "arguments", "device", "expected"),
+    [
+        ((8, 0), "fp32", {}, "cuda", {"tf32": True}),
+        ((9, 0), "fp32", {"tf32": None}, "cuda", {"tf32": True}),
+        ((7, 5), "fp32", {}, "cuda", {}),
+        ((8, 0), "fp32", {"tf32": False}, "cuda", {}),
+        ((8, 0), "bf16", {}, "cuda", {}),
+        ((8, 0), "fp32", {}, "cpu", {}),
+    ],
+)
+def test_fp32_multiplies_in_tf32_where_the_gpu_does(
+    capability, precision: str, arguments, device: str, expected, monkeypatch
+):
+    import torch
+
+    major, minor = capability
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=major, minor=minor))
+    world = {"nodes": 1, "processes_per_node": 1, "device": device, "threads_per_process": 1}
+    training = Training.model_validate(training_of(steps=1, precision=precision, arguments=arguments, world=world))
+    assert tf32_setting(training) == expected
 
 
 @pytest.mark.parametrize(("strategy", "grouped"), [("random", False), ("group_by_length", True)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,10 @@ from finetune_contract.measured_devices import MeasuredDevices
 from finetune_contract.trainer_job import MOST_SAVING, CheckpointSchedule, EarlyStopping, Strategy
 from finetune_trainer.failures import StageError
 from finetune_trainer.reporting import merge_metrics
+from finetune_trainer.strategies.shard_files import StagedState
+from finetune_trainer.training.background_work import BackgroundWork
 from finetune_trainer.training.saving import RunSaver
+from suite_plugins.patience import patient
 from trainer_support.tasks import read_lines, train_here
 
 
@@ -88,6 +92,76 @@ def test_a_checkpoint_that_takes_long_puts_off_the_next(monkeypatch):
     assert saver.due(1, by_clock=True)
     assert saver.due(50, by_clock=False)
     assert not saver.due(51, by_clock=False)
+
+
+def test_a_checkpoint_by_the_clock_does_not_wait_for_the_one_before(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("finetune_trainer.training.saving.time.monotonic", lambda: now)
+    saver = RunSaver(
+        cast(Any, None), CheckpointSchedule(every_steps=50, within_minutes=10, keep=1, asynchronous=True),
+        hashing=cast(Any, None), strategy=cast(Any, None), label="", world=cast(Any, None), data_rank=0, job={},
+        stopper=cast(Any, None), seed=0,
+    )  # fmt: skip
+    written, failing = threading.Event(), BackgroundWork("failing", lambda: [][0])
+    assert not saver.wants()
+    now = 600.0
+    assert saver.wants()
+    saver._writing = BackgroundWork("checkpoint", lambda: written.wait() and None)
+    assert not saver.wants()
+    written.set()
+    saver.finish()
+    assert saver.wants()
+    # All ranks learn of an error of writing by the checkpoint that rank 0 wants next.
+    often = saver._schedule.model_copy(update={"within_minutes": None})
+    monkeypatch.setattr(saver, "_schedule", often)
+    saver._writing = failing
+    failing._thread.join()
+    assert saver.wants()
+    with pytest.raises(IndexError):
+        saver.finish()
+    assert not saver.wants()
+
+
+def state_files(run, step: int) -> dict[str, Any]:
+    manifest = json.loads((run.paths.checkpoints / f"step-{step}" / "manifest.json").read_text())
+    # Of the trainer's state the settings differ, and nothing of it is read.
+    return {name: entry for name, entry in manifest["files"].items() if name != "trainer_state.json"}
+
+
+def test_a_checkpoint_beside_the_training_has_the_state_of_its_step(here, monkeypatch):
+    saving = CheckpointSchedule(every_steps=2, keep=9)
+    run = here.with_training(max_steps=7, checkpoints=saving)
+    run.train_here()
+    expected = {step: state_files(run, step) for step in (2, 4, 6)}
+    weights = run.weights()
+    shutil.rmtree(run.paths.checkpoints)
+
+    # Nothing is written before the training waits for it: the steps until then change the model's own tensors.
+    waited, order = threading.Event(), []
+    write, finish = StagedState.write, RunSaver.finish
+
+    def written_late(staged: StagedState, folder: Path) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            assert waited.wait(patient(30))
+        order.append(folder.parent.name)
+        return write(staged, folder)
+
+    def waits(saver: RunSaver) -> None:
+        waited.set()
+        finish(saver)
+        waited.clear()
+
+    monkeypatch.setattr(StagedState, "write", written_late)
+    monkeypatch.setattr(RunSaver, "finish", waits)
+    beside = run.with_training(checkpoints=saving.model_copy(update={"asynchronous": True}))
+    beside.train_here()
+    assert order == [f"step-{step}.partial" for step in (2, 4, 6)], "the end of the training waits for the last one"
+    assert {step: state_files(beside, step) for step in (2, 4, 6)} == expected
+
+    for step in (4, 6):
+        shutil.rmtree(beside.paths.checkpoints / f"step-{step}")
+    beside.train_here()
+    assert all(weights[name].equal(tensor) for name, tensor in beside.weights().items())
 
 
 def test_run_with_saved_last_step_publishes_its_model_without_more_steps(here):

@@ -50,6 +50,14 @@ class Stored:
 
     found: ClusterJob
     written: list[tuple[str, str | None, bool]] = field(default_factory=list)
+    claims: dict[str, Any] = field(default_factory=dict)
+    forbidden: bool = False
+    """True if claims cannot be read."""
+
+    async def claim(self, job: ClusterJob, name: str) -> dict[str, Any] | None:
+        if self.forbidden:
+            raise ClusterError("not allowed", 403)
+        return self.claims[name]  # type: ignore[no-any-return]
 
     async def job(self, name: str) -> ClusterJob:
         return self.found
@@ -125,3 +133,62 @@ def test_rollback_to_a_missing_revision_is_refused(endpoint: Any, to: int | None
 )
 def test_job_is_ready_once_the_wanted_revision_serves(found: ClusterJob, reached: bool) -> None:
     assert has_reached(found, Goal.READY) is reached
+
+
+SPEC = {
+    "task": "text-classification", "model": {"uri": "hf://a/b"}, "dataset": {"uri": "pvc://data/rows"}, "training": {},
+    "endpoint": {},
+}  # fmt: skip
+
+
+def trained() -> ClusterJob:
+    """Return a job whose model is in the claim of its workspace."""
+    found = job(SERVING)
+    return found.model_copy(update={"raw": {"spec": SPEC}})
+
+
+@pytest.mark.parametrize(
+    ("claim", "message"),
+    [
+        pytest.param(None, "claim reviews-workspace with its model does not exist", id="gone"),
+        pytest.param(
+            {"metadata": {"deletionTimestamp": NOW}}, "claim reviews-workspace with its model is being deleted",
+            id="being deleted",
+        ),
+        pytest.param({"metadata": {}, "status": {"phase": "Lost"}}, "has lost its volume; restore it first", id="lost"),
+    ],
+)  # fmt: skip
+def test_rollback_without_the_claim_of_the_model_is_refused(claim: dict[str, Any] | None, message: str) -> None:
+    stored = Stored(trained(), claims={"reviews-workspace": claim})
+    with pytest.raises(ClusterError, match=message):
+        asyncio.run(rollback(stored, "reviews"))  # type: ignore[arg-type]
+    assert stored.written == []
+
+
+def test_claims_of_the_model_are_checked_as_far_as_rights_go() -> None:
+    found = {"metadata": {}, "status": {"phase": "Bound"}}
+    change = asyncio.run(rollback(Stored(trained(), claims={"reviews-workspace": found}), "reviews"))  # type: ignore[arg-type]
+    assert change.data()["claims"] == {"reviews-workspace": "found"}
+    change = asyncio.run(rollback(Stored(trained(), forbidden=True), "reviews"))  # type: ignore[arg-type]
+    assert change.data()["claims"] == {"reviews-workspace": "notReadable"}
+    assert "claim reviews-workspace with its model was not checked" in change.text
+
+
+HELD = {
+    "revision": 3, "target": 3, "rolledBackFrom": 4, "rollback": "Revision 4 is held back.",
+    "revisions": [*THREE, revision(4, 4, ended=9, reason="CanaryFailed", canaryResult="Failed", readyTime=None)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("annotation", "written"), [(None, "4:4"), ("4:4", None), ("3:2", "4:4")])
+def test_failed_canary_is_tried_again_by_a_change_of_the_annotation(
+    annotation: str | None, written: str | None
+) -> None:
+    change, wrote = rolled_back(job({**HELD, "observedRollback": annotation}, annotation), 4)
+    assert (change.verb, wrote) == ("retried", [(KEY, written, False)])
+    assert change.text == "tries revision 4 again, whose canary failed"
+
+
+def test_rollback_after_a_failed_canary_goes_further_back() -> None:
+    change, wrote = rolled_back(job(HELD))
+    assert (change.target, wrote) == (2, [(KEY, "4:2", False)])

@@ -12,6 +12,7 @@ from finetune_operator.api.settings_nodes import HardwareRow
 from finetune_operator.api.validation import validate_job
 from finetune_operator.planning.assumed_facts import HardwareError, assumed_model, parse_hardware
 from finetune_operator.planning.cost import forward_flops, training_flops
+from finetune_operator.planning.gpu_table import GPU_MODELS
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts
 from planning_support.cases import job
@@ -108,6 +109,48 @@ def test_gpus_without_bf16_train_in_fp16_at_the_rate_of_their_matrix_units(produ
     assert precision == "fp16"
     assert "TFLOP/s in fp16" in basis
     assert step_of(node, precision="fp32")[1] > 1.5 * seconds
+
+
+def test_fp32_multiplies_in_tf32_at_half_the_16_bit_rate_unless_it_is_off():
+    node = "gpu=A100-80GB,gpus=8,hostMemory=1Ti"
+    _, quick, basis = step_of(node, precision="fp32")
+    assert "of A100-80GB's 156 TFLOP/s in TF32" in basis
+    _, slow, basis = step_of(node, precision="fp32", arguments={"tf32": False})
+    assert "TFLOP/s in fp32" in basis
+    assert slow > 2 * quick
+    # Products in other precisions do not change, nor do GPUs before Ampere.
+    assert step_of(node, precision="bf16", arguments={"tf32": False}) == step_of(node, precision="bf16")
+    older = "gpu=V100-32GB,gpus=8,hostMemory=1Ti"
+    off = {"tf32": False}
+    assert step_of(older, precision="fp32", arguments=off) == step_of(older, precision="fp32")
+
+
+def test_half_of_the_16_bit_peak_is_the_tf32_peak_of_the_data_sheets():
+    sheets = {"A100-80GB": 156, "A10": 62.5, "A40": 74.8, "RTX-4090": 82.6, "L40S": 183, "H100": 495, "H20": 74}
+    products = {gpu.name: gpu for gpu in GPU_MODELS}
+    for name, tflops in sheets.items():
+        assert products[name].tf32_flops / 1e12 == pytest.approx(tflops, rel=0.02), name
+    assert not any(products[name].tf32_flops for name in ("T4", "V100-32GB", "MI300X"))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "arguments", "expected"),
+    [
+        ("A100-80GB", {}, "matrix products in TF32, which A100-80GB has"),
+        ("A100-80GB", {"tf32": False}, "matrix products in plain fp32: training.arguments.tf32 is false"),
+        ("T4", {}, None),
+    ],
+)
+def test_reasons_say_which_form_fp32_products_have(gpu: str, arguments: dict[str, object], expected: str | None):
+    spec = {
+        "task": "text-classification",
+        "model": {"uri": "hf://google-bert/bert-base-uncased"},
+        "training": {"precision": "fp32", "arguments": arguments},
+        "resources": {"gpusPerNode": 1},
+    }
+    made = plan(job(spec), Facts(hardware=parse_hardware(f"gpu={gpu},gpus=1")), CLUSTER_SETTINGS)
+    found = [reason for reason in made.reasons if reason.startswith("matrix products")]
+    assert [expected in reason for reason in found] == [True] if expected else not found
 
 
 @pytest.mark.parametrize("text", ["fast", "0", "-1", "1e9", "nan"])

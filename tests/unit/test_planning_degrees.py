@@ -85,14 +85,14 @@ def sentence(made: JobPlan) -> str:
 
 def test_layers_are_split_inside_a_node_where_nothing_else_fits():
     made = planned(THIRTEEN_BILLION, training=FP32)
-    assert made.strategy == "ddp+tensor8+activation-checkpointing"
+    assert made.strategy == "fsdp+tensor4+activation-checkpointing"
     assert re.fullmatch(
-        r"strategy ddp\+tensor8\+activation-checkpointing: a step takes [0-9.]+ s, within 2% of the least of all forms "
-        r"that fit \([0-9.]+ GiB of 32.0 GiB\); with whole layers on each GPU nothing does: "
+        r"strategy fsdp\+tensor4\+activation-checkpointing: a step takes [0-9.]+ s, within 2% of the least of all "
+        r"forms that fit \([0-9.]+ GiB of 32.0 GiB\); with whole layers on each GPU nothing does: "
         r"deepspeed-zero3\+optimizer-offload needs [0-9.]+ GiB of host memory a node, and there are 192.0 GiB",
         sentence(made),
     )
-    assert any("1 replica of the model, each over 8 processes on one node" in reason for reason in made.reasons)
+    assert any("2 replicas of the model, each over 4 processes on one node" in reason for reason in made.reasons)
 
 
 def test_a_model_that_no_node_holds_is_cut_into_stages_over_several():
@@ -119,7 +119,7 @@ def test_smallest_degrees_come_first_and_layers_stay_on_one_node():
 def test_the_degree_divides_the_heads_that_keys_and_values_have():
     shared = llama(5120, 40, 40, 4)
     made = planned(shared, EIGHT_V100.replace("32Gi", "44Gi"), training=FP32)
-    assert made.strategy == "ddp+tensor4+pipeline2-1f1b"
+    assert made.strategy == "fsdp+tensor4"
     problem = refusal(shared, parallelism={"tensor": 8})
     assert (problem.path, problem.rule) == (
         "spec.parallelism.tensor",
@@ -221,13 +221,16 @@ def test_refused_strategy_comes_with_every_hint_that_fits():
 
 
 def test_degrees_that_do_not_fit_are_refused_with_those_that_do():
-    problem = refusal(THIRTEEN_BILLION, training=FP32, parallelism={"tensor": 4})
+    problem = refusal(THIRTEEN_BILLION, training=FP32, parallelism={"tensor": 4, "strategy": "ddp"})
     first, second = problem.hint.split("; or ")
-    takes = planned(THIRTEEN_BILLION, training=FP32).memory
-    assert takes is not None
-    there = f"({takes.total_bytes / 2**30:.1f} GiB of 32.0 GiB a GPU)"
-    assert first == f"leave parallelism out, and the plan takes ddp+tensor8+activation-checkpointing {there}"
-    assert second == f"set parallelism.tensor to 8 {there}"
+    there = []
+    for parallelism in ({"tensor": 4}, {"tensor": 8, "strategy": "ddp"}):
+        takes = planned(THIRTEEN_BILLION, training=FP32, parallelism=parallelism).memory
+        assert takes is not None
+        there.append(f"({takes.total_bytes / 2**30:.1f} GiB of 32.0 GiB a GPU)")
+    label = "fsdp+tensor4+activation-checkpointing"
+    assert first == f"set parallelism.strategy to auto, and the plan takes {label} {there[0]}"
+    assert second == f"set parallelism.tensor to 8 {there[1]}"
 
 
 def test_hint_names_other_nodes_or_an_adapter_when_nothing_smaller_fits():
@@ -248,7 +251,7 @@ WAY = re.compile(r"set parallelism\.(\w+) to (\w+)(?: and parallelism\.pipeline\
         pytest.param(
             FIFTY_BILLION,
             {
-                "parallelism": {"tensor": 8},
+                "parallelism": {"tensor": 8, "strategy": "ddp"},
                 "resources": {"gpusPerNode": 8, "nodes": 4},
                 "training": {"globalBatchSize": 64, "optimizer": "sgd"},
             },

@@ -13,7 +13,7 @@ from finetune_contract.trainer_job import Pipeline, Strategy, World
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.cli.jobview import plan_lines
 from finetune_operator.planning.assumed_facts import parse_hardware
-from finetune_operator.planning.memory import CPU_PROCESS_BYTES, Workload, estimate
+from finetune_operator.planning.memory import CPU_PROCESS_BYTES, Workload, estimate, model_states
 from finetune_operator.planning.model_parallel_plan import (
     bubble,
     in_flight,
@@ -55,6 +55,49 @@ def pipeline(schedule: str, degree: int, micro_batches: int) -> Pipeline:
 
 
 # --------------------------------------------------------------------------------------------------------- arithmetic
+
+
+def states(name: str, world: int, **degrees: Any) -> Any:
+    """Return weights, gradients and optimizer state of a process of `world` on nodes of 8 GPUs."""
+    work = Workload(
+        model=LLAMA,
+        task="text-classification",
+        strategy=Strategy(name=name, **degrees),  # type: ignore[arg-type]
+        precision="bf16",
+        optimizer="adamw",
+        world=World(nodes=max(1, world // 8), processes_per_node=min(8, world), device="cuda", threads_per_process=1),
+        micro_batch=1,
+        length=128,
+    )
+    return model_states(work)
+
+
+@pytest.mark.parametrize("degrees", [{"tensor": 2}, {"pipeline": Pipeline(degree=2, micro_batches=4)}])
+def test_fsdp_divides_what_a_process_of_each_replica_has_among_the_replicas(degrees):
+    whole, divided = (states(name, 8, **degrees) for name in ("ddp", "fsdp"))
+    assert divided.parameters == pytest.approx(whole.parameters / 4, rel=1e-6)
+    assert divided.optimizer == pytest.approx(whole.optimizer / 4, rel=1e-6)
+    assert divided.gradients <= whole.gradients / 4
+
+
+def test_split_layers_with_fsdp_gather_a_slice_and_have_less_memory():
+    def of(name: str, **degrees: Any) -> dict[str, int]:
+        work = Workload(
+            model=llama_1b("text-generation"),
+            task="text-generation",
+            strategy=Strategy(name=name, activation_checkpointing="full", **degrees),  # type: ignore[arg-type]
+            precision="bf16",
+            optimizer="adamw",
+            world=World(nodes=1, processes_per_node=8, device="cuda", threads_per_process=1),
+            micro_batch=1,
+            length=8192,
+        )
+        made = estimate(work, 80 << 30)
+        return {term.name: term.bytes for term in made.terms} | {"total": made.total_bytes}
+
+    whole, split, replicated = of("fsdp"), of("fsdp", tensor=2), of("ddp", tensor=2)
+    assert split["gathered blocks"] == pytest.approx(whole["gathered blocks"] / 2, rel=0.15)
+    assert split["total"] < replicated["total"]
 
 
 @pytest.mark.parametrize(

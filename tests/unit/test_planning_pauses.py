@@ -13,8 +13,8 @@ from finetune_operator.api.settings import CLUSTER_SETTINGS, Planning
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.pauses import Pauses, checkpoint_count
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts, JobPlan
+from finetune_operator.planning.plan import NOT_ADAPTED, plan
+from finetune_operator.planning.plan_types import Adaptation, Facts, JobPlan
 from finetune_operator.planning.summary import summarise
 
 MODEL = "hf://meta-llama/Llama-3.2-1B"
@@ -29,7 +29,17 @@ ROWS = DataFacts(
 )
 
 
-def planned(facts: Facts | None = None, rate: float = 200.0, **fields: Any) -> JobPlan:
+NO_ROOM = {"resources": {"gpusPerNode": 8, "memory": "16Gi"}}
+"""Nodes without room for a copy of the state: the training waits for its checkpoints."""
+
+
+def planned(
+    facts: Facts | None = None,
+    rate: float = 200.0,
+    adaptation: Adaptation = NOT_ADAPTED,
+    hardware: str = NODE,
+    **fields: Any,
+) -> JobPlan:
     spec = {
         "task": "text-generation",
         "model": {"uri": MODEL},
@@ -43,12 +53,12 @@ def planned(facts: Facts | None = None, rate: float = 200.0, **fields: Any) -> J
     document = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": {"name": "a"}, "spec": spec}
     settings = CLUSTER_SETTINGS.model_copy(update={"planning": Planning(saveMegabytesPerSecond=rate)})
     facts = facts or Facts(data=ROWS)
-    hardware = parse_hardware(NODE, settings.hardware)
-    return plan(FineTuneJob.model_validate(document), replace(facts, hardware=hardware), settings)
+    node = parse_hardware(hardware, settings.hardware)
+    return plan(FineTuneJob.model_validate(document), replace(facts, hardware=node), settings, adaptation)
 
 
 def test_time_of_a_plan_is_that_of_steps_checkpoints_and_validations():
-    made = planned()
+    made = planned(**NO_ROOM)
     estimate, training = made.estimate, made.trainer.training
     assert training is not None
     assert estimate.step_seconds is not None
@@ -78,7 +88,7 @@ def test_validation_is_not_known_before_prepare():
 
 
 def test_setting_of_the_workspace_speeds_up_saving():
-    slow, quick = (planned(rate=rate).estimate.pauses for rate in (200.0, 2000.0))
+    slow, quick = (planned(rate=rate, **NO_ROOM).estimate.pauses for rate in (200.0, 2000.0))
     assert slow["checkpoints"] > 2.5 * quick["checkpoints"]
     assert slow["validation"] == quick["validation"]
 
@@ -97,8 +107,71 @@ def test_deepspeed_saves_master_copies_from_all_nodes_at_once():
 
 def test_adapters_save_only_trained_weights():
     adapter = {"model": {"uri": MODEL, "adapter": {"method": "lora"}}}
-    whole, adapted = (planned(**fields).estimate.pauses["checkpoints"] for fields in ({}, adapter))
+    whole, adapted = (planned(**NO_ROOM, **fields).estimate.pauses["checkpoints"] for fields in ({}, adapter))
     assert adapted < whole / 20
+
+
+def test_training_goes_on_while_a_copy_of_its_state_is_written():
+    made = planned()
+    assert made.trainer.training is not None
+    assert made.trainer.training.checkpoints.asynchronous
+    assert made.memory is not None
+    size = 12 * made.model.parameters
+    # The first of two is copied by 8 processes and waited for by the next, which is the last.
+    assert made.estimate.step_seconds is not None
+    copied, written, between = size / (8 * 3e9), size / 200e6 + size / 8e9, 100 * made.estimate.step_seconds
+    assert made.estimate.pauses["checkpoints"] == pytest.approx(copied + written - between + written)
+    longer = planned(rate=1000.0, training={"epochs": 60, "globalBatchSize": 64})
+    assert longer.estimate.pauses["checkpoints"] == pytest.approx(19 * copied + size / 1e9 + size / 8e9)
+    assert "with 20 checkpoints of less than 1 s (the last 17 s)" in longer.estimate.basis
+    [reason] = [each for each in made.reasons if each.startswith("checkpoints are written beside the training")]
+    assert "for a copy of 13.8 GiB in a node's memory" in reason
+    waiting = planned(rate=20_000.0)
+    assert waiting.trainer.training is not None
+    assert waiting.memory is not None
+    assert not waiting.trainer.training.checkpoints.asynchronous, "a short pause is not worth the memory"
+    assert made.memory.host_bytes == waiting.memory.host_bytes + size
+
+
+WAITS = {
+    "too little memory": (NO_ROOM, "would leave less than 10% of the"),
+    "deepspeed": ({"parallelism": {"strategy": "deepspeed", "zeroStage": 1}}, "DeepSpeed gathers and writes its state"),
+}
+
+
+@pytest.mark.parametrize("case", WAITS)
+def test_reasons_say_why_the_training_waits_for_checkpoints(case: str):
+    fields, why = WAITS[case]
+    made = planned(**fields)
+    assert made.trainer.training is not None
+    assert not made.trainer.training.checkpoints.asynchronous
+    [reason] = [each for each in made.reasons if each.startswith("the training waits ")]
+    assert why in reason
+
+
+def test_no_copy_is_planned_after_an_attempt_ran_out_of_memory():
+    made = planned(adaptation=Adaptation(micro_batch_limit=1))
+    assert made.trainer.training is not None
+    assert not made.trainer.training.checkpoints.asynchronous
+    assert any("an earlier attempt ran out of memory" in reason for reason in made.reasons)
+
+
+def test_on_cpus_the_copy_is_in_the_memory_of_the_processes():
+    fields = {
+        "model": {"uri": "hf://google-bert/bert-base-uncased"},
+        "task": "text-classification",
+        "resources": {"gpusPerNode": 0},
+        "hardware": "cpu=16,hostMemory=64Gi",
+    }
+    made, waiting = planned(**fields), planned(rate=20_000.0, **fields)
+    assert made.memory is not None
+    assert waiting.memory is not None
+    [term] = [term for term in made.memory.terms if term.name == "checkpoint copy"]
+    assert made.trainer.world is not None
+    processes = made.trainer.world.processes_per_node
+    assert processes * term.bytes == pytest.approx(12 * made.model.parameters, rel=1e-6)
+    assert made.memory.total_bytes == waiting.memory.total_bytes + term.bytes
+    assert made.memory.host_bytes == waiting.memory.host_bytes + processes * term.bytes
 
 
 SCHEDULES = {

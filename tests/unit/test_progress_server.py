@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.types import ProgressStatus
+from finetune_operator.reconcile.reconcile_types import Findings
 from finetune_operator.shell.certificates import Certificates, TlsContexts, make, server_names
 from finetune_operator.shell.progress_protocol import BODY_LIMIT_BYTES, AttemptKey
 from finetune_operator.shell.progress_server import RELAYED_FOR, KnownPod, ProgressServer, ServerLimits
@@ -102,7 +103,7 @@ class Operator:
     def pod(self, namespace: str, name: str) -> KnownPod | None:
         return self.known.get((namespace, name))
 
-    def report(self, pod: KnownPod, progress: ProgressStatus, mark: str) -> None:
+    def report(self, pod: KnownPod, progress: ProgressStatus, findings: Findings, mark: str) -> None:
         self.reported.append((pod, progress))
 
     def report_lost(self) -> None:

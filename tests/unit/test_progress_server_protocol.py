@@ -13,16 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune_contract.choices import Stage
+from finetune_contract.facts import DeviceFacts
+from finetune_contract.measured_devices import MeasuredDevices
+from finetune_contract.report import Communication
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJob, ProgressStatus
 from finetune_operator.launchers.launcher_registry import stage
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts
+from finetune_operator.reconcile.reconcile_types import NO_FINDINGS, Findings
 from finetune_operator.rendering.render_types import Attempt, Owner, ProgressEndpoint, RenderContext
 from finetune_operator.shell.progress_protocol import (
     AttemptKey,
     BadBodyError,
     attempt_of,
+    findings_of,
     mark_of,
     merged_progress,
     progress_of,
@@ -214,6 +219,46 @@ def test_update_of_the_trainer_is_read_without_loss() -> None:
         step=4, total_steps=10, epoch=0.4, percent=40, loss=1.25, samples_per_second=2.5, tokens_per_second=320.0,
         remaining_seconds=30.0, last_update_time=TIME,
     )  # fmt: skip
+
+
+@pytest.mark.skipif(importlib.util.find_spec("finetune_trainer") is None, reason="the trainer is not installed")
+def test_measurements_of_the_trainer_are_read_from_its_updates() -> None:
+    from finetune_contract.report import Progress
+    from finetune_trainer.findings import Findings as Measured
+    from finetune_trainer.progress import ProgressReporter, kubeflow_update
+
+    class Outlet:
+        interval_seconds = 0.0
+
+        def __init__(self) -> None:
+            self.sent: list[Progress] = []
+
+        def publish(self, progress: Progress) -> None:
+            self.sent.append(progress)
+
+        def close(self) -> None: ...
+
+    outlet, measured = Outlet(), Measured()
+    reporter = ProgressReporter(Stage.TRAIN, [outlet], findings=measured)
+    reporter.update(1, 9)
+    device = DeviceFacts(product="NVIDIA L40S", memory_bytes=48 << 30, capability="8.9")
+    measured.devices = MeasuredDevices(device=device, processes=8, per_node=8, nvlink=False)
+    measured.communication = Communication(inside="p2p", between="efa", gpudirect=True)
+    reporter.update(2, 9)
+    first, second = (findings_of(update_of(kubeflow_update(each).to_json().encode())) for each in outlet.sent)
+    assert first == NO_FINDINGS
+    assert second == Findings(measured.devices, measured.communication)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8 GPUs", "[]", '{"device": 1, "inside": "tube"}', json.dumps({"inside": "p2p" + 3000 * " "})]
+)
+def test_measurements_that_cannot_be_read_are_left_out(text: str) -> None:
+    body = {"trainerStatus": {"metrics": [{"name": "step", "value": "3"}], "lastUpdatedTime": TIME}}
+    body["trainerStatus"]["metrics"] += [{"name": name, "value": text} for name in ("devices", "communication")]  # type: ignore[operator]
+    update = update_of(json.dumps(body).encode())
+    assert findings_of(update) == NO_FINDINGS
+    assert progress_of(update, NOW).step == 3
 
 
 # ------------------------------------------------------------------------------------------------------------ movement

@@ -8,7 +8,9 @@ from datetime import timedelta
 
 import pytest
 
+from finetune_contract.facts import DeviceFacts
 from finetune_contract.layout import FailureClass
+from finetune_contract.measured_devices import MeasuredDevices
 from finetune_contract.report import Communication, MeasuredFacts
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.status_times import stamp
@@ -20,7 +22,8 @@ from finetune_operator.api.types import (
     ProgressStatus,
     StageStatus,
 )
-from finetune_operator.reconcile.reconcile_types import Decision, EventNote, ObjectRef
+from finetune_operator.cli.jobview import communication_text, device_text
+from finetune_operator.reconcile.reconcile_types import Decision, EventNote, Findings, ObjectRef
 from reconcile_world import BERT, GRACE, NOON, SPEC, World, report
 
 TWO_NODES = {**SPEC, "resources": {"nodes": 2}}
@@ -983,6 +986,32 @@ def test_status_has_the_transports_of_a_training_that_succeeded():
     world.settle()
     assert world.stage("train") == ("Succeeded", 1)
     assert world.job().status.communication == CommunicationStatus(inside="nvlink", between="efa", gpudirect=True)
+
+
+GPUS = MeasuredDevices(device=DeviceFacts(product="NVIDIA L40S", memory_bytes=48 << 30), processes=8, per_node=8)
+SENT = Communication(inside="p2p", between="socket", adapters=("eth0",))
+
+
+def test_status_has_the_gpus_and_transports_of_a_running_attempt():
+    world = training()
+    world.progress = ProgressStatus(step=5, total_steps=20, percent=25)
+    world.settle()
+    assert world.job().status.communication is None
+    world.findings = Findings(GPUS, SENT)
+    world.settle()
+    status = world.job().status
+    assert world.stage("train") == ("Running", 1)
+    assert status.communication == CommunicationStatus(inside="p2p", between="socket", adapters=("eth0",))
+    assert device_text(status) == "NVIDIA L40S 48.0 GiB x 8"
+    assert communication_text(status) == "p2p in a node, socket between nodes"
+
+
+def test_failed_attempt_leaves_its_gpus_and_transports():
+    world = training()
+    world.fail(FailureClass.COLLECTIVE, devices=GPUS, communication=SENT)
+    world.settle()
+    assert device_text(world.job().status) == "NVIDIA L40S 48.0 GiB x 8"
+    assert communication_text(world.job().status) == "p2p in a node, socket between nodes"
 
 
 def test_next_attempt_waits_for_all_pods_of_the_previous_one():

@@ -32,6 +32,7 @@ from hypothesis import strategies as st
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import ProgressStatus
+from finetune_operator.reconcile.reconcile_types import Findings
 from finetune_operator.shell.certificates import TlsContexts, make, server_names
 from finetune_operator.shell.endpoints import Endpoints
 from finetune_operator.shell.operator_metrics import Metrics
@@ -67,7 +68,7 @@ class World:
         known = KnownPod("pod-uid", "job-uid", AttemptKey("team", "tune", Stage.TRAIN, 1))
         return known if (namespace, name) == ("team", "pod-0") else None
 
-    def report(self, pod: KnownPod, progress: ProgressStatus, mark: str) -> None:
+    def report(self, pod: KnownPod, progress: ProgressStatus, findings: Findings, mark: str) -> None:
         assert progress.model_dump_json()
 
     def report_lost(self) -> None: ...

@@ -13,10 +13,14 @@ from pydantic import JsonValue
 from typer.testing import CliRunner
 
 from finetune_contract.choices import Stage
+from finetune_contract.facts import DeviceFacts
+from finetune_contract.measured_devices import MeasuredDevices
+from finetune_contract.report import Communication
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.status_times import stamp
 from finetune_operator.api.types import API_VERSION, KIND, FineTuneJobStatus, ProgressStatus, StageStatus
 from finetune_operator.reconcile.fleet_metrics import Fleet
+from finetune_operator.reconcile.reconcile_types import NO_FINDINGS, Findings
 from finetune_operator.rendering.render_types import ProgressEndpoint
 from finetune_operator.settings_file import SettingsError, read_settings_file
 from finetune_operator.shell.command import _set_up_logs, app
@@ -77,6 +81,18 @@ def test_the_progress_of_an_attempt_is_that_attempts_alone():
     assert book.last_report_at("uid") > 0
     book.forget("uid")
     assert (book.of("uid", Stage.EVALUATE, 1), book.last_report_at("uid")) == (None, 0.0)
+
+
+def test_measurements_of_an_attempt_outlast_reports_without_them():
+    book, progress = ProgressBook(), ProgressStatus(step=1)
+    found = Findings(communication=Communication(between="ib"))
+    book.note("uid", Stage.TRAIN, 1, progress, "", NOON, found)
+    devices = MeasuredDevices(device=DeviceFacts(product="L4", memory_bytes=1), processes=1, per_node=1)
+    later = Findings(devices).after(book.findings_of("uid", Stage.TRAIN, 1))
+    assert later == Findings(devices, found.communication)
+    book.note("uid", Stage.TRAIN, 1, progress, "", NOON, later)
+    assert book.findings_of("uid", Stage.TRAIN, 1) == later
+    assert book.findings_of("uid", Stage.TRAIN, 2) == NO_FINDINGS
 
 
 def test_a_report_moves_when_its_mark_is_another_or_the_attempt_is():

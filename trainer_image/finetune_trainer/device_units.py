@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from finetune_contract.facts import BF16_FROM, FP8_FROM
+from finetune_contract.facts import BF16_FROM, FP8_FROM, TF32_FROM
 
 _AMD_BF16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 """Prefixes of AMD's architectures with units for bf16: MI100 and later, RDNA 3 and later."""
@@ -27,6 +27,11 @@ def capability_of(properties: Any) -> str | None:
 def has_bf16(properties: Any) -> bool:
     """Return whether a device with these properties has units for bf16."""
     return _has(properties, BF16_FROM, _AMD_BF16)
+
+
+def has_tf32(properties: Any) -> bool:
+    """Return whether a device with these properties multiplies fp32 in TF32; on AMD torch does not."""
+    return _has(properties, TF32_FROM, ())
 
 
 def has_fp8(properties: Any) -> bool:

@@ -12,8 +12,9 @@ import os
 import secrets
 import socket
 import zlib
-from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
@@ -249,15 +250,40 @@ def connect(
             {} if used.store is None else {"store": used.store, "rank": world.rank, "world_size": world.size}
         )
         torch.distributed.init_process_group(used.training, timeout=COLLECTIVE_TIMEOUT, **place)
-        group = torch.distributed.new_group(backend=used.waiting, timeout=PATIENCE)
-        assert not isinstance(group, int), "this process belongs to the group of all processes"
-        _Barrier.group = group
+        _Barrier.backend = used.waiting
+        _Barrier.group = new_waiting_group()
 
 
 class _Barrier:
     """Process group that `connect` created for `barrier`, whose callers cannot pass it on."""
 
     group: ClassVar[ProcessGroup | None] = None
+    backend: ClassVar[str] = "gloo"
+    of_thread: ClassVar[ContextVar[ProcessGroup | None]] = ContextVar("waiting_group", default=None)
+    """Group of a thread that has one of its own: a new thread begins without."""
+
+
+def new_waiting_group() -> ProcessGroup | None:
+    """Return a further group of all processes with `PATIENCE`; None without a process group. Every rank must call it.
+    A thread beside the training needs one: collectives of a group have the same order on all processes.
+    """
+    import torch
+
+    if not torch.distributed.is_initialized():
+        return None
+    group = torch.distributed.new_group(backend=_Barrier.backend, timeout=PATIENCE)
+    assert not isinstance(group, int), "this process belongs to the group of all processes"
+    return group
+
+
+@contextmanager
+def waiting_in(group: ProcessGroup | None) -> Iterator[None]:
+    """Have this thread's `barrier`, `patiently_gathered`, `patiently_shared` and `waiting_group` use `group`."""
+    before = _Barrier.of_thread.set(group)
+    try:
+        yield
+    finally:
+        _Barrier.of_thread.reset(before)
 
 
 def refuse_missing_gpu(rank: int = 0, index: int = 0) -> None:
@@ -283,12 +309,12 @@ def barrier() -> None:
     import torch
 
     if torch.distributed.is_initialized():
-        torch.distributed.barrier(group=_Barrier.group)
+        torch.distributed.barrier(group=waiting_group())
 
 
 def waiting_group() -> ProcessGroup | None:
     """Return the group of all processes, in host memory and with `PATIENCE`; None without a process group."""
-    return _Barrier.group
+    return _Barrier.of_thread.get() or _Barrier.group
 
 
 def patiently_gathered(mine: T) -> list[T]:
@@ -298,7 +324,7 @@ def patiently_gathered(mine: T) -> list[T]:
     if not torch.distributed.is_initialized():
         return [mine]
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, mine, group=_Barrier.group)
+    torch.distributed.all_gather_object(everyone, mine, group=waiting_group())
     return everyone
 
 
@@ -308,7 +334,7 @@ def patiently_shared(value: T | None) -> T:
 
     shared: list[Any] = [value]
     if torch.distributed.is_initialized():
-        torch.distributed.broadcast_object_list(shared, src=0, group=_Barrier.group)
+        torch.distributed.broadcast_object_list(shared, src=0, group=waiting_group())
     return shared[0]  # type: ignore[no-any-return]
 
 

@@ -12,7 +12,7 @@ import re
 import resource
 import socket
 import tempfile
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,20 +56,26 @@ MEMORY_HINT = "Raise the limit of locked memory in the nodes' container runtime 
 
 def settle_nccl(environment: MutableMapping[str, str], rank: int) -> None:
     """Set NCCL's defaults for this process, before its first communicator."""
-    folder = environment.get(ENV_NCCL)
-    if folder is None:
-        folder = environment[ENV_NCCL] = tempfile.mkdtemp(prefix="finetune-nccl-")
+    folder = settle_nccl_log(environment, rank)
     for name, value in {**DEFAULTS, "TORCH_FR_DUMP_TEMP_FILE": str(Path(folder, DUMP_PREFIX))}.items():
         if RENAMED.get(name, name) not in environment:
             environment.setdefault(name, value)
+
+
+def settle_nccl_log(environment: MutableMapping[str, str], rank: int) -> str:
+    """Have NCCL of a process write its log into a file of the folder for its files, and return that folder."""
+    folder = environment.get(ENV_NCCL)
+    if folder is None:
+        folder = environment[ENV_NCCL] = tempfile.mkdtemp(prefix="finetune-nccl-")
     if "NCCL_DEBUG" not in environment:
         environment["NCCL_DEBUG"] = "INFO"
         # GRAPH has the topology, by which NVLink differs from PCIe.
         environment.setdefault("NCCL_DEBUG_SUBSYS", "INIT,NET,GRAPH")
         environment.setdefault("NCCL_DEBUG_FILE", str(Path(folder, f"rank-{rank}{LOG_SUFFIX}")))
+    return folder
 
 
-def nccl_log(environment: MutableMapping[str, str]) -> str:
+def nccl_log(environment: Mapping[str, str]) -> str:
     """Return NCCL's log of this process; empty if it writes to another place, also to /dev/stdout, a pipe that nobody
     would ever finish to read.
     """

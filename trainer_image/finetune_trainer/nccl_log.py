@@ -59,9 +59,34 @@ def chosen(log: str, ranks_per_node: int, nodes: int) -> Communication | None:
         gpudirect=all(found[2] for found in nets) if nets and slowest != "socket" else None,
         nvls=any(switches),
         adapters=tuple(devices[:MOST_ADAPTERS]),
-        library=next((found[1] for line in log.splitlines() if (found := _VERSION.search(line)) is not None), None),
+        library=_version(log),
     )
     return result if result.inside or result.between else None
+
+
+def network_of(log: str) -> Communication | None:
+    """Return what NCCL sends with between nodes, by the log of a rank whose communicators are not known: by connections
+    over a network, or else by the network that it has selected. None if the log has neither.
+    """
+    lines = [line.partition(_INFO)[2] for line in log.splitlines() if _INFO in line]
+    adapters = _adapters(lines)
+    connected = (found[3].strip() for line in lines if (found := _CHANNEL.search(line)) is not None)
+    nets = [found for text in connected if (found := _NET.match(text)) is not None]
+    selected = _used_network(lines, adapters)
+    known = [_plugin(found[1], lines, adapters) for found in nets] or ([] if selected is None else [selected])
+    slowest = "socket" if "socket" in known else next(iter(sorted(known)), None)
+    if slowest is None:
+        return None
+    return Communication(
+        between=slowest,
+        gpudirect=all(found[2] for found in nets) if nets and slowest != "socket" else None,
+        adapters=adapters.get("Socket" if slowest == "socket" else "IB", ())[:MOST_ADAPTERS],
+        library=_version(log),
+    )
+
+
+def _version(log: str) -> str | None:
+    return next((found[1] for line in log.splitlines() if (found := _VERSION.search(line)) is not None), None)
 
 
 def merged(found: Sequence[Communication | None]) -> Communication | None:

@@ -21,7 +21,8 @@ from urllib.parse import urlsplit
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import ENV_KUBEFLOW_CA, ENV_KUBEFLOW_TOKEN, ENV_KUBEFLOW_URL, ENV_PROGRESS
-from finetune_contract.report import KubeflowMetric, KubeflowStatus, KubeflowUpdate, Progress
+from finetune_contract.report import COMMUNICATION, DEVICES, KubeflowMetric, KubeflowStatus, KubeflowUpdate, Progress
+from finetune_trainer.findings import Findings
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +97,16 @@ class Throttle:
 class ProgressReporter:
     """Turns steps into `Progress` with rates and remaining time."""
 
-    def __init__(self, stage: Stage, outlets: Sequence[Outlet], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        outlets: Sequence[Outlet],
+        clock: Callable[[], float] = time.monotonic,
+        findings: Findings | None = None,
+    ) -> None:
+        """`findings`: read with each update, as measurements come later."""
         self._stage = stage
+        self._findings = findings or Findings()
         self._throttles = [Throttle(outlet, clock) for outlet in outlets]
         self._clock = clock
         self._start: tuple[int, float] | None = None
@@ -118,6 +127,8 @@ class ProgressReporter:
             total_steps=total,
             remaining_seconds=(total - step) / rate if rate else None,
             metrics=values,
+            devices=self._findings.devices,
+            communication=self._findings.communication,
             time=time.time(),
             **fields,
         )
@@ -234,19 +245,25 @@ def kubeflow_update(progress: Progress) -> KubeflowUpdate:
         "total_steps": progress.total_steps,
     }
     named |= progress.metrics
+    texts = {name: json.dumps(value) for name, value in named.items() if value is not None}
+    for name, found in ((DEVICES, progress.devices), (COMMUNICATION, progress.communication)):
+        if found is not None:
+            texts[name] = found.model_dump_json(by_alias=True, exclude_none=True)
     remaining = progress.remaining_seconds
     return KubeflowUpdate(
         trainer_status=KubeflowStatus(
             progress_percentage=progress.percent,
             estimated_remaining_seconds=None if remaining is None else round(remaining),
-            metrics=tuple(KubeflowMetric(name=k, value=json.dumps(v)) for k, v in named.items() if v is not None),
+            metrics=tuple(KubeflowMetric(name=name, value=text) for name, text in texts.items()),
             last_updated_time=datetime.fromtimestamp(progress.time, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         )
     )
 
 
-def progress_for(stage: Stage, rank: int, environment: Mapping[str, str] | None = None) -> ProgressSink:
-    """Return the sink for this process's progress; only rank 0 reports."""
+def progress_for(
+    stage: Stage, rank: int, environment: Mapping[str, str] | None = None, findings: Findings | None = None
+) -> ProgressSink:
+    """Return the sink for this process's progress, and for the stage's `findings`; only rank 0 reports."""
     environment = os.environ if environment is None else environment
     if rank != 0:
         return NoProgress()
@@ -255,7 +272,7 @@ def progress_for(stage: Stage, rank: int, environment: Mapping[str, str] | None 
         outlets.append(ProgressFile(Path(environment[ENV_PROGRESS])))
     if environment.get(ENV_KUBEFLOW_URL):
         outlets.extend(_kubeflow(environment))
-    return ProgressReporter(stage, outlets) if outlets else NoProgress()
+    return ProgressReporter(stage, outlets, findings=findings) if outlets else NoProgress()
 
 
 def _kubeflow(environment: Mapping[str, str]) -> list[Outlet]:

@@ -23,13 +23,14 @@ from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer import collection, runs
 from finetune_trainer.distributed import ProcessWorld, current, disconnect
 from finetune_trainer.failures import StageError, chain, classify
+from finetune_trainer.findings import Findings
 from finetune_trainer.jobs import read_job
 from finetune_trainer.launching.child_supervisor import end_with_parent
 from finetune_trainer.outcome import report_path, write_report
 from finetune_trainer.progress import progress_for
 from finetune_trainer.stacks import as_rank, with_stacks
 from finetune_trainer.stage_console import quiet_libraries, settle_console
-from finetune_trainer.stages import STAGES, Findings, StageInput, StageResult
+from finetune_trainer.stages import STAGES, StageInput, StageResult
 from finetune_trainer.storage import storage_errors_named
 from finetune_trainer.training.interruption import Interruption
 from finetune_trainer.unused_libraries import leave_out_unused
@@ -73,8 +74,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
     started = time.monotonic()
     stage, name = Stage(arguments.stage), arguments.job.stem
-    progress = with_stacks(progress_for(stage, world.rank), world.rank)
     interruption, findings = Interruption(), Findings()
+    progress = with_stacks(progress_for(stage, world.rank, findings=findings), world.rank)
     if world.launcher == "torchrun":
         end_with_parent()  # the agent, which starts the ranks, may be killed
     try:
@@ -100,7 +101,7 @@ def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
             result = STAGES[stage](order)
         interruption.defer()
         progress.close()
-        report = _success(result, job, stage, world, started).model_copy(update={"devices": findings.devices})
+        report = _success(result, findings, job, stage, world, started)
         if world.is_main:
             if stage is runs.last_stage(job):
                 _leave_pages(job, paths)
@@ -125,7 +126,9 @@ def _report_again(done: TrainerReport, world: ProcessWorld) -> int:
     return EXIT_OK
 
 
-def _success(result: StageResult, job: TrainerJob, stage: Stage, world: ProcessWorld, started: float) -> TrainerReport:
+def _success(
+    result: StageResult, findings: Findings, job: TrainerJob, stage: Stage, world: ProcessWorld, started: float
+) -> TrainerReport:
     return TrainerReport(
         job=job.name,
         stage=stage,
@@ -137,7 +140,8 @@ def _success(result: StageResult, job: TrainerJob, stage: Stage, world: ProcessW
         fingerprint=result.fingerprint,
         model_revision=result.model_revision,
         measured=result.measured,
-        communication=result.communication,
+        devices=findings.devices,
+        communication=findings.communication,
         seconds=time.monotonic() - started,
     )
 
@@ -155,7 +159,7 @@ def _fail(
     First release everything that the failed frames hold: memory may be used up, or the disk by a deleted file that is
     still open.
     """
-    failure = classify(error)
+    failure, found = classify(error), findings or Findings()
     if failure.failure_class is FailureClass.PROGRAM:
         log.error("%s", "".join(traceback.format_exception(error)))
     for link in chain(error):
@@ -168,7 +172,8 @@ def _fail(
             world_size=world.size,
             outcome="failed",
             failure=failure,
-            devices=None if findings is None else findings.devices,
+            devices=found.devices,
+            communication=found.communication,
             seconds=time.monotonic() - started,
         )
         write_report(report, report_path(world.rank, os.environ))

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import JobPaths
-from finetune_contract.measured_devices import MeasuredDevices
-from finetune_contract.report import Communication, MeasuredFacts
+from finetune_contract.report import MeasuredFacts
 from finetune_contract.trainer_job import Evaluation, Prediction, Script, TrainerJob, Training
 from finetune_trainer import collection, runs
 from finetune_trainer.distributed import ProcessWorld
+from finetune_trainer.findings import Findings
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.training.interruption import Interruption
 
@@ -27,13 +27,6 @@ log = logging.getLogger(__name__)
 
 _HISTOGRAM_BUCKETS = 32
 """Buckets of 512 tokens, every second one of the prepared data's: four splits of them take half of a report."""
-
-
-@dataclass
-class Findings:
-    """Measurements that belong into the report of a stage however it ends."""
-
-    devices: MeasuredDevices | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,6 @@ class StageResult:
     fingerprint: str | None = None
     measured: MeasuredFacts | None = None
     model_revision: str | None = None
-    communication: Communication | None = None
 
 
 def _prepare(given: StageInput) -> StageResult:
@@ -152,7 +144,7 @@ def _train(given: StageInput) -> StageResult:
 
     if given.job.script is not None:
         return _run_script(given, given.job.script)
-    training, communication = given.job.training, None
+    training = given.job.training
     if training is not None:
         # Refuse everything that can be refused before seconds go into imports and the model.
         check_world(given.world, training.world, training.batch.data_parallel, training.strategy.replica_ranks)
@@ -165,8 +157,8 @@ def _train(given: StageInput) -> StageResult:
         connect(given.world, device, threads, strategy)
         _measure_devices(given, training)
         if transports:
-            communication = measured_transports(training.world, given.world.rank)
-            refuse_sockets(communication, training.world.network)
+            given.findings.communication = measured_transports(training.world, given.world.rank)
+            refuse_sockets(given.findings.communication, training.world.network)
     from finetune_trainer.training.run import read_deepspeed_config, read_estimate, train
 
     collection.begin_with_models()
@@ -180,9 +172,9 @@ def _train(given: StageInput) -> StageResult:
         interruption=given.interruption,
         planned=read_estimate(given.estimate),
         devices=given.findings.devices,
-        communication=communication,
+        communication=given.findings.communication,
     )
-    return StageResult(outcome.metrics, outcome.artifacts, outcome.fingerprint, communication=communication)
+    return StageResult(outcome.metrics, outcome.artifacts, outcome.fingerprint)
 
 
 def _measure_devices(given: StageInput, training: Training) -> None:
@@ -214,7 +206,7 @@ def _run_script(given: StageInput, script: Script) -> StageResult:
     from finetune_trainer.scripts.program import run_program
 
     check_world(given.world, script.world, script.world.size)
-    result = run_program(given.job, script, given.paths, given.progress, given.world)
+    result = run_program(given.job, script, given.paths, given.progress, given.world, given.findings)
     return StageResult(result.metrics, result.artifacts)
 
 

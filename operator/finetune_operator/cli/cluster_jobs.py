@@ -21,7 +21,7 @@ from finetune_operator.api.objects import Meta, Raw
 from finetune_operator.api.types import GROUP, FineTuneJobStatus
 from finetune_operator.kubernetes_api import errors
 from finetune_operator.kubernetes_api.errors import ApiError, NoClusterError, NotFoundError, in_one_line
-from finetune_operator.kubernetes_api.resources import EVENT, FINETUNE_JOB, POD, Resource
+from finetune_operator.kubernetes_api.resources import CLAIM, EVENT, FINETUNE_JOB, POD, Resource
 from finetune_operator.reconcile.observed import pod_view
 from finetune_operator.reconcile.reconcile_types import PodView
 from finetune_operator.rendering.render_types import JOB_LABEL, UID_LABEL, Manifest
@@ -231,6 +231,14 @@ class Cluster:
     def server(self) -> str:
         """URL of the API server."""
         return self._client.server
+
+    async def claim(self, job: ClusterJob, name: str) -> dict[str, Any] | None:
+        """Return a claim in the job's namespace; None if it does not exist."""
+        with self._translated_errors():
+            try:
+                return await self._client.get(CLAIM, job.metadata.namespace, name)
+            except NotFoundError:
+                return None
 
     async def document(self, path: str) -> Manifest:
         """Return the API server's answer at a path outside of its resources."""

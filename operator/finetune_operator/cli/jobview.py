@@ -17,6 +17,7 @@ from rich.text import Text
 from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import Stage
 from finetune_contract.measured_devices import MeasuredDevices
+from finetune_contract.report import Communication
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.types import (
     Condition,
@@ -129,6 +130,8 @@ class Page:
                 "" if started is None else f"{ago(started, self.now)} ago",
                 Text(": ".join(text for text in (one.reason, one.message) if text), style="dim"),
             )
+            if one.canary_message is not None:
+                table.add_row("", "", "", Text(f"canary {one.canary_result}: {one.canary_message}", style="dim"))
         if endpoint.rollback is not None:
             table.add_row("", "", "", Text(endpoint.rollback, style="yellow"))
         return table
@@ -180,11 +183,24 @@ def device_text(status: FineTuneJobStatus) -> str | None:
         return None if status.plan is None else status.plan.device
 
 
+def communication_text(status: FineTuneJobStatus) -> str | None:
+    """Return the transports between the processes of the training; None if they are not in the status."""
+    if status.communication is None:
+        return None
+    try:
+        return Communication.model_validate(status.communication.model_dump()).words or None
+    except ValidationError:  # a later operator knows further ones
+        return None
+
+
 def result_rows(job: ClusterJob) -> list[tuple[str, str]]:
-    """Return the job's GPUs, artefacts, metrics, cost and the comparison with its plan, as label and value."""
+    """Return GPUs, transports, artefacts, metrics, cost and the comparison with the plan, as label and value."""
     artifacts, cost = job.status.artifacts, job.status.cost
     device = device_text(job.status)
     rows = [] if device is None else [("device", device)]
+    transports = communication_text(job.status)
+    if transports is not None:
+        rows.append(("transports", transports))
     if artifacts is not None:
         if artifacts.metrics:
             rows.append(("metrics", "  ".join(f"{name} {value:.4g}" for name, value in artifacts.metrics.items())))

@@ -6,33 +6,48 @@ a tool that applies manifests from a repository does not undo a rollback, and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
+from pydantic import ValidationError
+
+from finetune_contract.choices import Stage
 from finetune_operator.api.objects import EPOCH
-from finetune_operator.api.types import EndpointStatus, RevisionStatus
+from finetune_operator.api.types import EndpointStatus, FineTuneJobSpec, RevisionStatus
 from finetune_operator.cli.cluster_jobs import Cluster, ClusterError, ClusterJob
 from finetune_operator.cli.steering import Change
+from finetune_operator.planning.names import JobNames
+from finetune_operator.planning.plan_types import PlanRefused
+from finetune_operator.rendering.claims import storage
 from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 
 
 @dataclass(frozen=True)
 class Rollback(Change):
-    """Result of a rollback of one endpoint."""
+    """Result of a rollback of one endpoint. The model of all revisions is that of the job."""
 
     source: int
     """Revision that spec.endpoint defines."""
     target: int
     """Revision to serve in its place."""
+    claims: tuple[str, ...] = ()
+    """Claims with the model, which exist."""
+    unread: tuple[str, ...] = ()
+    """Claims with the model that the caller has no right to read."""
 
     def data(self) -> dict[str, Any]:
         """Return the data for `-o json`."""
-        return {**super().data(), "from": self.source, "to": self.target}
+        claims = {**dict.fromkeys(self.claims, "found"), **dict.fromkeys(self.unread, "notReadable")}
+        return {**super().data(), "from": self.source, "to": self.target, "claims": claims}
 
 
 async def rollback(cluster: Cluster, name: str, to: int | None = None, dry_run: bool = False) -> Rollback:
-    """Request revision `to`, or the one that served before; raise ClusterError if it does not exist."""
+    """Request revision `to`, or the one that served before; raise ClusterError if it, or a claim with its model, does
+    not exist.
+    """
     job = await cluster.job(name)
     if job.metadata.deletion_timestamp is not None:
         raise ClusterError(f"FineTuneJob {name} is being deleted")
@@ -46,6 +61,9 @@ async def rollback(cluster: Cluster, name: str, to: int | None = None, dry_run: 
         raise ClusterError(f"FineTuneJob {name} has no revision {target} of its endpoint; {_choices(status.revisions)}")
     requested = job.metadata.annotations.get(ROLLBACK_ANNOTATION)
     if target == source:
+        held = source in history and history[source].canary_result == "Failed"
+        if held and status.rolled_back_from == source:
+            return await _try_again(cluster, job, source, requested, dry_run)
         return await _end_rollback(cluster, job, source, requested, dry_run)
     if source in history and history[target].endpoint == history[source].endpoint:
         raise ClusterError(
@@ -55,9 +73,60 @@ async def rollback(cluster: Cluster, name: str, to: int | None = None, dry_run: 
     annotation = f"{source}:{target}"
     if requested == annotation and status.rolled_back_from == source:
         return Rollback(job, "unchanged", f"is already rolled back to revision {target}", source, target)
+    found, unread = await _claims_of_model(cluster, job, target)
     changed = await cluster.annotate(job, ROLLBACK_ANNOTATION, annotation, dry_run)
     text = f"is rolled back from revision {source} to {target} until spec.endpoint changes"
-    return Rollback(changed, "rolledBack", text, source, target)
+    if unread:
+        text = f"{text}; claim {', '.join(unread)} with its model was not checked, as you have no right to read it"
+    return Rollback(changed, "rolledBack", text, source, target, found, unread)
+
+
+async def _claims_of_model(cluster: Cluster, job: ClusterJob, target: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the claims that servers mount, first those that exist, then those that cannot be read. Raise ClusterError
+    if one is missing: servers of the earlier revision would not start, while those of the current one still answer.
+    """
+    found, unread = [], []
+    for name in served_claims(job):
+        try:
+            claim = await cluster.claim(job, name)
+        except ClusterError as error:
+            if error.code != HTTPStatus.FORBIDDEN:
+                raise
+            unread.append(name)
+            continue
+        state = "does not exist" if claim is None else _obstacle(claim)
+        if state is not None:
+            raise ClusterError(
+                f"revision {target} of FineTuneJob {job.name} cannot start: claim {name} with its model {state}; "
+                "restore it first"
+            )
+        found.append(name)
+    return tuple(found), tuple(unread)
+
+
+def served_claims(job: ClusterJob) -> list[str]:
+    """Return the claims that servers of the job mount; none for a spec that this version cannot read."""
+    try:
+        spec = FineTuneJobSpec.model_validate_json(json.dumps(job.raw.get("spec")))
+        volumes = storage(spec, JobNames.of(job.name), Stage.SERVE).volumes
+    except (ValidationError, PlanRefused):
+        return []
+    return [one.claim for one in volumes if one.claim is not None]
+
+
+def _obstacle(claim: Mapping[str, Any]) -> str | None:
+    """Return why pods cannot mount a claim; None if they can."""
+    if claim["metadata"].get("deletionTimestamp") is not None:
+        return "is being deleted"
+    return "has lost its volume" if claim.get("status", {}).get("phase") == "Lost" else None
+
+
+async def _try_again(cluster: Cluster, job: ClusterJob, source: int, requested: str | None, dry_run: bool) -> Rollback:
+    """Start the canary of a revision again that has failed before: a change of the annotation requests it."""
+    same = f"{source}:{source}"
+    value = None if requested == same else same
+    changed = await cluster.annotate(job, ROLLBACK_ANNOTATION, value, dry_run)
+    return Rollback(changed, "retried", f"tries revision {source} again, whose canary failed", source, source)
 
 
 async def _end_rollback(

@@ -9,6 +9,7 @@ from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import CheckpointingMode
 from finetune_contract.contract_models import Message
 from finetune_contract.trainer_job import Strategy
+from finetune_operator.planning.asynchronous_saving import choose_saving
 from finetune_operator.planning.batch import batch_of, micro_batches
 from finetune_operator.planning.choice import SIMPLER_MARGIN, open_drafts
 from finetune_operator.planning.cost import estimate_training, machine_of, step_time
@@ -78,7 +79,9 @@ def _is_free(draft: Draft, fit: Fit) -> bool:
 
 def _row(draft: Draft, fit: Fit, chosen: bool, least: float | None) -> Alternative:
     batch, needed = batch_of(draft, fit.micro_batch), fit.memory
-    made = replace(draft, strategy=fit.strategy, batch=batch, memory=needed)
+    waiting = decided(draft.checkpoints).model_copy(update={"asynchronous": False})
+    made = choose_saving(replace(draft, strategy=fit.strategy, batch=batch, memory=needed, checkpoints=waiting))
+    needed = decided(made.memory)
     estimated, time = estimate_training(made), step_time(draft, fit.strategy, batch)
     return Alternative(
         strategy=fit.strategy.label,

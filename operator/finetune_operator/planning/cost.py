@@ -7,7 +7,7 @@ price is not known.
 
 from __future__ import annotations
 
-from finetune_contract.arguments import compiles, needs_whole_logits
+from finetune_contract.arguments import allows_tf32, compiles, needs_whole_logits
 from finetune_contract.choices import Precision
 from finetune_contract.facts import ModelFacts
 from finetune_contract.plans import CHUNKED_LOSS_FAMILIES, loss_tokens
@@ -107,6 +107,7 @@ def machine_of(draft: Draft) -> Machine | None:
         network=network,
         host=gpu.host * 1e9,
         cores_per_node=hardware.cpu_cores,
+        tf32_flops=gpu.tf32_flops,
     )
 
 
@@ -135,6 +136,7 @@ def step_work(draft: Draft, strategy: Strategy, micro: int, accumulation: int) -
         compiled=compiles(draft.training.arguments),
         causal=texts and alone,
         secondary_shards=secondary_shards(draft.spec.parallelism),
+        tf32=allows_tf32(decided(draft.precision), draft.training.arguments),
     )
 
 
@@ -211,11 +213,12 @@ def _gpu_basis(draft: Draft, time: StepTime, flops: float) -> str:
     gpu = table_gpu(draft)
     precision: Precision = decided(draft.precision)
     assert gpu is not None
-    peak = gpu.peak_flops(precision)
+    in_tf32 = allows_tf32(precision, draft.training.arguments) and gpu.tf32_flops
+    peak, form = (gpu.tf32_flops, "TF32") if in_tf32 else (gpu.peak_flops(precision), precision)
     share = flops / (time.computing * peak * decided(draft.world).size)
     parts = [f"{name} {time.share(seconds)}" for name, seconds in time.parts() if seconds]
     return (
-        f"{share:.0%} of {gpu.name}'s {peak / 1e12:g} TFLOP/s in {precision}; a step takes "
+        f"{share:.0%} of {gpu.name}'s {peak / 1e12:g} TFLOP/s in {form}; a step takes "
         f"{step_duration(time.total)}: {', '.join(parts)}"
     )
 

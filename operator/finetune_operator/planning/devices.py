@@ -13,7 +13,15 @@ from functools import lru_cache
 from finetune_contract.facts import BF16_FROM, FP8_FROM, DeviceFacts
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.settings_nodes import HardwareRow
-from finetune_operator.planning.gpu_table import GPU_MODELS, KARPENTER_LABEL, MIB, NVIDIA_LABEL, GpuModel, Labels
+from finetune_operator.planning.gpu_table import (
+    GPU_MODELS,
+    KARPENTER_LABEL,
+    MIB,
+    NVIDIA_LABEL,
+    GpuModel,
+    Labels,
+    capability_numbers,
+)
 
 __all__ = [
     "GPU_MODELS",
@@ -153,17 +161,13 @@ def _with(gpu: GpuModel, row: HardwareRow) -> GpuModel:
         changes |= {"memory_mib": int(memory) // MIB, "memory_gb": round(memory / 10**9)}
     capability = row.capability
     if capability is not None:
-        changes |= {"bf16": _numbers(capability) >= BF16_FROM, "fp8": _numbers(capability) >= FP8_FROM}
+        numbers = capability_numbers(capability)
+        changes |= {"bf16": numbers >= BF16_FROM, "fp8": numbers >= FP8_FROM}
     if row.precisions is not None:
         changes |= {"bf16": "bf16" in row.precisions, "fp8": "fp8" in row.precisions}
     if row.labels:
         changes["labels"] = {**gpu.labels, **{label.key: label.values for label in row.labels}}
     return replace(gpu, **changes)  # type: ignore[arg-type]
-
-
-def _numbers(capability: str) -> tuple[int, int]:
-    major, _, minor = capability.partition(".")
-    return int(major), int(minor or 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------- facts
@@ -187,19 +191,19 @@ def has_fp8(device: DeviceFacts, rows: Rows = ()) -> bool | None:
         return gpu.fp8
     if not device.bf16:
         return False
-    return None if device.capability is None else _numbers(device.capability) >= FP8_FROM
+    return None if device.capability is None else capability_numbers(device.capability) >= FP8_FROM
 
 
 def has_bf16(capability: str | None) -> bool:
     """Return whether a device of this compute capability has units for bf16; assumed if it is unknown."""
-    return not capability or _numbers(capability) >= BF16_FROM
+    return not capability or capability_numbers(capability) >= BF16_FROM
 
 
 def scales_fp16(device: DeviceFacts, rows: Rows = ()) -> bool:
     """Return whether a device has units for fp16 and none for bf16: Volta and Turing, compute capability 7.x."""
     gpu = find_gpu(device.product, rows)
     capability = device.capability or (None if gpu is None else gpu.capability)
-    return not device.bf16 and bool(capability) and _numbers(str(capability))[0] == FP16_FROM
+    return not device.bf16 and bool(capability) and capability_numbers(str(capability))[0] == FP16_FROM
 
 
 # --------------------------------------------------------------------------------------------------------------- labels

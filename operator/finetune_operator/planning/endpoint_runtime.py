@@ -46,6 +46,8 @@ def choose_runtime(draft: Draft, endpoint: EndpointSpec) -> tuple[Draft, Endpoin
 
 def _obstacle(draft: Draft) -> str | None:
     """Return the first requested setting that conflicts with KServe; None if there is none."""
+    if draft.spec.endpoint is not None and draft.spec.endpoint.traffic is not None:
+        return "spec.endpoint.traffic needs a Deployment"
     template = draft.spec.template
     variables = [name for one in template.env if (name := one.get("name")) in RESERVED_VARIABLES]
     if variables:

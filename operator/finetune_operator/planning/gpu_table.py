@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from finetune_contract.choices import Precision
-from finetune_contract.facts import DeviceFacts
+from finetune_contract.facts import TF32_FROM, DeviceFacts
 
 MIB = 1 << 20
 CARD_NETWORK = 1.56
@@ -32,6 +32,12 @@ TYPE_LABEL = "node.kubernetes.io/instance-type"
 AMD_LABEL = "amd.com/gpu.product-name"
 Labels = Mapping[str, tuple[str, ...]]
 """Values by label key."""
+
+
+def capability_numbers(capability: str) -> tuple[int, int]:
+    """Return the two numbers of a compute capability."""
+    major, _, minor = capability.partition(".")
+    return int(major), int(minor or 0)
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class GpuModel:
     unknown.
     """
     fp32_tflops: float
-    """Peak of plain fp32, in the same unit; TF32 is not counted, as PyTorch leaves it off."""
+    """Peak of plain fp32, in the same unit, without TF32 (`tf32_flops`)."""
     link_gigabytes: float
     """Bandwidth of one GPU to others of its node, in 10^9 bytes a second: one direction of NVLink as on boards with 8
     of them (half of the data sheets' sum), or of 16 lanes of PCIe without NVLink; 0 if unknown.
@@ -81,6 +87,14 @@ class GpuModel:
             bf16=self.bf16,
             capability=self.capability or None,
         )
+
+    @property
+    def tf32_flops(self) -> float:
+        """Operations a second in TF32: half of the 16-bit peak by the data sheets of all products that have it; 0 for
+        the others, and if unknown.
+        """
+        has = bool(self.capability) and capability_numbers(self.capability) >= TF32_FROM
+        return self.half_tflops * 1e12 / 2 if has else 0.0
 
     def peak_flops(self, precision: Precision) -> float:
         """Return the operations a second at `precision`; bf16 without units for it runs as fp32 does. fp8 has twice the

@@ -38,7 +38,8 @@ def ladder(asked: ParallelismSpec, world: World, compared: bool = False) -> Iter
     Sharding comes before recomputation, and both before offload (each step waits for the host), of the optimizer's
     state first. ZeRO-0 is not tried by itself: ddp computes the same. Offload is tried on GPUs only, as on CPU it moves
     nothing, and never to files, whose speed is unknown. fsdp and selective checkpointing are tried where times are
-    `compared`: neither is always cheaper than the rung after it.
+    `compared`: neither is always cheaper than the rung after it. Beside split layers and stages fsdp is the only
+    strategy that shards, over the replicas if there are several.
     """
     modes: tuple[CheckpointingMode, ...] = ("none", "selective", "full") if compared else ("none", "full")
     if asked.activation_checkpointing != "auto":
@@ -75,6 +76,8 @@ def _sharding(asked: ParallelismSpec, world: World, compared: bool) -> Iterator[
     match requested_strategy(asked):
         case None if asked.model_ranks > 1:
             yield Strategy(name="ddp")
+            if world.size > asked.model_ranks:
+                yield Strategy(name="fsdp")
         case None:
             yield Strategy(name="single" if world.size == 1 else "ddp")
             if world.size > 1 and compared:

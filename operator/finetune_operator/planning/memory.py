@@ -214,7 +214,7 @@ class Workload:
     @property
     def shards(self) -> int:
         """Return the processes that share one copy of the sharded state."""
-        return self.world.processes_per_node if self.strategy.fsdp_sharding == "hybrid" else self.world.size
+        return self.world.processes_per_node if self.strategy.fsdp_sharding == "hybrid" else self.replicas
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ def _torch_states(work: Workload) -> ModelStates:
             optimizer_formula=_formula(f"{state:.3g}", count, divided),
         )
     part = " of the fullest process" if work.strategy.model_ranks > 1 else ""
-    if work.strategy.tensor > 1:
+    if work.strategy.tensor > 1 and work.strategy.name != "fsdp":
         # torch computes the gradient of embeddings that are split over the vocabulary whole, and sums it up so.
         count += work.model.embedding_parameters - work.model.embedding_parameters // work.strategy.tensor
         sizes = (sizes[0], 4 * count, sizes[2])
@@ -740,12 +740,15 @@ def _gathered(work: Workload, moment: Moment) -> MemoryTerm | None:
     computes and the prefetched one; with ZeRO-3 the largest layers.
     """
     model, width = work.model, work.compute_bytes
+    if work.strategy.name == "fsdp" and work.strategy.pipeline is not None and moment not in ("load", "step"):
+        return MemoryTerm(name="gathered blocks", bytes=width * work.held, formula=f"{width} x {work.held:,} of a pass")
     if work.strategy.name == "fsdp" and moment not in ("load", "ends", "step"):
-        root = _root(model)
+        tensor = work.strategy.tensor
+        root = _root(model) // tensor
         blocks = 2 if moment in ("forward", "layers") else 1
         if work.strategy.fsdp_sharding == "grad-op":
             blocks = model.layers
-        block = int(model.block_parameters * _padded(work))
+        block = int(model.block_parameters * _padded(work)) // tensor
         words = f"{width} x ({root:,} of embeddings and head + {blocks} x {block:,} of a block)"
         size = width * (root + blocks * block)
         return MemoryTerm(name="gathered blocks", bytes=size, formula=words)
@@ -776,7 +779,7 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
         # Those of one weight are small beside the shares that were measured; FSDP holds those of a block.
         if work.strategy.name != "fsdp":
             return None
-        held = _root(model) + model.block_parameters
+        held = (_root(model) + model.block_parameters) // work.strategy.tensor
         words = f"{width} x {held:,} of embeddings, head and a block"
         return MemoryTerm(name="whole gradients", bytes=width * held, formula=words)
     # torch computes the gradient of embeddings that are split over the vocabulary whole.
@@ -787,16 +790,22 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
             name="whole gradients", bytes=width * work.head, formula=f"{width} x {work.head:,} of the head"
         )
     if work.strategy.name == "fsdp":
+        tensor, root = work.strategy.tensor, _root(model) // work.strategy.tensor
         match moment:
+            case "load" | "step":
+                return None
+            case _ if work.strategy.pipeline is not None:
+                size, words = 4 * work.held, f"4 x {work.held:,} of a pass"
             case "head":
                 each = 3 * width if chunked else width
                 size, words = each * work.head, f"{each} x {work.head:,} of the head"
             case "layers":
-                block, padded = model.block_parameters, int(model.block_parameters * _padded(work))
+                block = model.block_parameters // tensor
+                padded = int(model.block_parameters * _padded(work)) // tensor
                 size = width * (work.head + block) + 4 * padded
                 words = f"{width} x {work.head:,} of the head + {width} x {block:,} + 4 x {padded:,} of a block"
             case "ends":
-                size, words = (width + 4) * _root(model), f"{width + 4} x {_root(model):,} of embeddings and head"
+                size, words = (width + 4) * root, f"{width + 4} x {root:,} of embeddings and head"
             case _:
                 return None
     else:
@@ -863,7 +872,7 @@ def overlaps_communication(device: Device) -> bool:
 def _buffers(work: Workload) -> MemoryTerm | None:
     count = work.trained
     if work.strategy.model_ranks > 1:
-        if work.replicas == 1:
+        if work.replicas == 1 or work.strategy.name == "fsdp":
             return None
         bucket = min(count, AVERAGED_ELEMENTS)
         return MemoryTerm(name="communication buffers", bytes=4 * bucket, formula=f"averaged gradients 4 x {bucket:,}")
@@ -951,9 +960,14 @@ def _converted(work: Workload) -> Iterator[MemoryTerm]:
     """Yield the weights beside those that stay while a process converts them on its device, one after the other in the
     type of its file, and before FSDP shards the last ones, embeddings and head.
     """
-    if work.world.device == "cpu" or work.deepspeed or work.strategy.model_ranks > 1:
+    if work.world.device == "cpu" or work.deepspeed:
         return
     model = work.model
+    if work.strategy.model_ranks > 1:
+        if work.strategy.name == "fsdp":
+            more = work.held - work.held // work.shards
+            yield MemoryTerm(name="conversion", bytes=4 * more, formula=f"4 x {more:,} before they are sharded")
+        return
     largest = max(model.vocabulary_size * model.hidden_size, largest_linear(model))
     width = min(4, -(-model.parameter_bytes // model.parameters))
     size, words = width * largest, f"{width} x {largest:,} of the largest weight"
@@ -969,7 +983,7 @@ def _gradients(work: Workload, states: ModelStates, moment: Moment) -> MemoryTer
     size, words = states.gradients, states.gradients_formula
     if states.stepping and moment != "step":
         size, words = size - states.stepping, words.partition(" + fp32 copy")[0]
-    reused = work.strategy.name in ("ddp", "deepspeed") or work.strategy.model_ranks > 1
+    reused = work.strategy.name in ("ddp", "deepspeed")
     if not work.accumulates and not reused and moment in ("forward", "loss", "head", "layers"):
         # The layers' gradients take the place of their activations; FSDP's are in `_whole_gradients`.
         first = work.head if moment == "layers" and work.strategy.name != "fsdp" and work.adapter is None else 0

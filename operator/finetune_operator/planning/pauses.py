@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from finetune_contract.choices import Device
 from finetune_contract.trainer_job import MOST_SAVING, CheckpointSchedule, Strategy
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.planning.adapter_sizes import trained_parameters
@@ -19,6 +20,10 @@ from finetune_operator.planning.memory import optimizer_state_bytes, weight_byte
 DIGEST_BYTES = 1e9
 """Bytes that a process reads in a second for their sha256: 0.4 GB/s without the CPU's instructions for it, 1 to 2 with
 them (`openssl speed sha256`).
+"""
+COPY_BYTES: Mapping[Device, float] = {"cpu": 2e9, "cuda": 3e9}
+"""Bytes that a process copies in a second into host memory that it has just been given: from there (2.6 GB/s measured
+on one core, of which page faults take most), and from a GPU through pageable memory (assumed).
 """
 CHECKPOINTS, VALIDATION = "checkpoints", "validation"
 
@@ -35,15 +40,23 @@ class Pauses:
     """Number of validations; None: not known before the data are prepared."""
     validation_seconds: float = 0.0
     """Time of one of them."""
+    last_seconds: float | None = None
+    """Time of the last checkpoint, where the others are written beside the training; None: that of each."""
 
     @property
     def parts(self) -> Mapping[str, float]:
         """Return the seconds of each kind of pause that there is."""
         found = {
-            CHECKPOINTS: self.checkpoints * self.checkpoint_seconds,
+            CHECKPOINTS: self._of_checkpoints,
             VALIDATION: (self.validations or 0) * self.validation_seconds,
         }
         return {name: seconds for name, seconds in found.items() if seconds}
+
+    @property
+    def _of_checkpoints(self) -> float:
+        if self.last_seconds is None or not self.checkpoints:
+            return self.checkpoints * self.checkpoint_seconds
+        return (self.checkpoints - 1) * self.checkpoint_seconds + self.last_seconds
 
     @property
     def words(self) -> str:
@@ -52,17 +65,20 @@ class Pauses:
         texts = []
         if CHECKPOINTS in parts:
             one = self.checkpoints == 1
-            texts.append(f"{self.checkpoints} checkpoint{'s' * (not one)} of {_short(self.checkpoint_seconds)}")
+            last = "" if self.last_seconds is None or one else f" (the last {short_seconds(self.last_seconds)})"
+            each = self.last_seconds if one and self.last_seconds is not None else self.checkpoint_seconds
+            texts.append(f"{self.checkpoints} checkpoint{'s' * (not one)} of {short_seconds(each)}{last}")
         if VALIDATION in parts and self.validations is not None:
             one = self.validations == 1
-            texts.append(f"{self.validations} validation{'s' * (not one)} of {_short(self.validation_seconds)}")
+            texts.append(f"{self.validations} validation{'s' * (not one)} of {short_seconds(self.validation_seconds)}")
         left_out = "loading and the final evaluation are not counted"
         if self.validations is None:
             left_out = "loading, validation of data that are not prepared yet and the final evaluation are not counted"
         return "; ".join((*((f"with {' and '.join(texts)}",) if texts else ()), left_out))
 
 
-def _short(seconds: float) -> str:
+def short_seconds(seconds: float) -> str:
+    """Format a time that may be less than a second."""
     return human_seconds(seconds) if seconds >= 1 else "less than 1 s"
 
 
@@ -76,34 +92,56 @@ def checkpoint_bytes(draft: Draft, strategy: Strategy) -> int:
     return int((weight_bytes(strategy, decided(draft.precision)) + master + state) * trained)
 
 
-def _save_seconds(draft: Draft, strategy: Strategy) -> float:
+def save_seconds(draft: Draft, strategy: Strategy) -> float:
     """Return the time of one checkpoint: all processes write their parts at once, and read them for their sha256."""
     size, world = checkpoint_bytes(draft, strategy), decided(draft.world)
     rate = draft.settings.planning.save_megabytes_per_second * 1e6
     return size / (rate * world.nodes) + size / (DIGEST_BYTES * world.size)
 
 
-def checkpoint_count(schedule: CheckpointSchedule, steps: int, step_seconds: float, save_seconds: float) -> int:
-    """Return the checkpoints of a run of `steps` steps."""
+def copy_seconds(draft: Draft, strategy: Strategy) -> float:
+    """Return the time in which all processes copy their parts of the state into host memory."""
+    return checkpoint_bytes(draft, strategy) / (COPY_BYTES[decided(draft.world).device] * decided(draft.world).size)
+
+
+def checkpoint_count(
+    schedule: CheckpointSchedule, steps: int, step_seconds: float, pause_seconds: float, writing_seconds: float = 0.0
+) -> int:
+    """Return the checkpoints of a run of `steps` steps. `writing_seconds`: of one that is written beside the training,
+    before whose end no further one by the clock begins.
+    """
     if schedule.every_minutes is not None:
         return int(steps * step_seconds // (60 * schedule.every_minutes))
     by_steps, left = divmod(steps, schedule.every_steps)
     if schedule.within_minutes is None:
         return by_steps
     # One by the clock after as much work without one, or later where saving takes longer than allowed.
-    pause = max(60 * schedule.within_minutes, save_seconds / MOST_SAVING)
-    between, after = (int(count * step_seconds // pause) for count in (schedule.every_steps, left))
+    apart = max(60 * schedule.within_minutes, pause_seconds / MOST_SAVING, writing_seconds)
+    between, after = (int(count * step_seconds // apart) for count in (schedule.every_steps, left))
     return by_steps * (1 + between) + after
 
 
 def pauses(draft: Draft, step_seconds: float, token_seconds: float) -> Pauses:
     """Return the pauses of a finished draft; `token_seconds`: time of a forward pass of all processes for a token."""
-    steps, strategy = decided(draft.steps), decided(draft.strategy)
-    saving = _save_seconds(draft, strategy)
-    count = checkpoint_count(decided(draft.checkpoints), steps.total, step_seconds, saving)
+    steps = decided(draft.steps)
+    saved = _saving(draft, step_seconds)
     if draft.data is None:
-        return Pauses(count, saving, None)
+        return saved
     split = draft.data.splits.get("validation")
     if split is None:
-        return Pauses(count, saving, 0)
-    return Pauses(count, saving, math.ceil(steps.total / steps.per_epoch), split.tokens * token_seconds)
+        return replace(saved, validations=0)
+    validations = math.ceil(steps.total / steps.per_epoch)
+    return replace(saved, validations=validations, validation_seconds=split.tokens * token_seconds)
+
+
+def _saving(draft: Draft, step_seconds: float) -> Pauses:
+    """Return the pauses for checkpoints."""
+    schedule, strategy, steps = decided(draft.checkpoints), decided(draft.strategy), decided(draft.steps).total
+    writing = save_seconds(draft, strategy)
+    if not schedule.asynchronous:
+        return Pauses(checkpoint_count(schedule, steps, step_seconds, writing), writing, None)
+    copying = copy_seconds(draft, strategy)
+    count = checkpoint_count(schedule, steps, step_seconds, copying, writing)
+    # The next one waits for the last, and the end of the training for all.
+    pause = copying + max(0.0, writing - steps * step_seconds / max(1, count))
+    return Pauses(count, pause, None, last_seconds=writing)

@@ -17,6 +17,7 @@ from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.planning.adapter_sizes import choose_adapter
 from finetune_operator.planning.alternatives import Alternative, alternatives
+from finetune_operator.planning.asynchronous_saving import choose_saving
 from finetune_operator.planning.capacity import choose_capacity
 from finetune_operator.planning.combination_checks import check_rules
 from finetune_operator.planning.cost import cost_problems, estimate_training
@@ -115,7 +116,8 @@ def other_forms(job: FineTuneJob, facts: Facts, settings: Settings) -> tuple[Alt
     if training is None:
         return ()
     formed = formed_draft(job, facts, settings, scaled=training.precision == "fp16")
-    return alternatives(replace(formed, strategy=training.strategy, batch=training.batch, memory=made.memory))
+    chosen = replace(formed, strategy=training.strategy, batch=training.batch, memory=made.memory)
+    return alternatives(replace(chosen, checkpoints=training.checkpoints))
 
 
 def formed_draft(job: FineTuneJob, facts: Facts, settings: Settings, scaled: bool = True) -> Draft:
@@ -143,7 +145,7 @@ def _walk_training(draft: Draft) -> Draft:
     """
     begun = _walk(draft, choose_world, choose_network, choose_precision)
     try:
-        return _walk(_formed(begun), choose_strategy, check_inference)
+        return _walk(_formed(begun), choose_strategy, choose_saving, check_inference)
     except PlanRefused:
         if begun.precision != "fp16" or draft.training.precision != "auto":
             raise

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from finetune_contract.arguments import compiles
+from finetune_contract.arguments import allows_tf32, compiles
 from finetune_contract.choices import Precision
 from finetune_operator.api.types import FineTuneJobSpec
 from finetune_operator.planning.combination_checks import check_rules
-from finetune_operator.planning.devices import has_fp8, scales_fp16
+from finetune_operator.planning.devices import find_gpu, has_fp8, scales_fp16
 from finetune_operator.planning.draft import Draft, decided
 
 
@@ -34,7 +34,7 @@ def choose_precision(draft: Draft) -> Draft:
     match asked:
         case "auto":
             chosen, why = _automatic_precision(draft, device, has_bf16)
-            return replace(draft, precision=chosen).because(f"precision {chosen}: {why}")
+            return _with_tf32(replace(draft, precision=chosen).because(f"precision {chosen}: {why}"))
         case "fp8" if on_gpu and fp8 is False:
             return draft.refusing(
                 path,
@@ -63,7 +63,22 @@ def choose_precision(draft: Draft) -> Draft:
             slower = (
                 "; the CPU has no units for it, so it is slower than fp32" if asked == "bf16" and not has_bf16 else ""
             )
-            return replace(draft, precision=asked).because(f"precision {asked}: as asked{slower}")
+            return _with_tf32(replace(draft, precision=asked).because(f"precision {asked}: as asked{slower}"))
+
+
+def _with_tf32(draft: Draft) -> Draft:
+    """Add the reason for TF32 to a draft with a precision, if it is fp32 and its GPU is known to have TF32."""
+    if draft.precision != "fp32" or decided(draft.world).device == "cpu":
+        return draft
+    gpu = find_gpu(decided(draft.hardware.gpu).product, draft.settings.hardware)
+    if gpu is None or not gpu.tf32_flops:
+        return draft
+    if not allows_tf32("fp32", draft.training.arguments):
+        return draft.because(f"matrix products in plain fp32: training.arguments.tf32 is false; {gpu.name} has TF32")
+    return draft.because(
+        f"matrix products in TF32, which {gpu.name} has: factors keep 10 bits of their mantissa, all else is in fp32; "
+        "training.arguments.tf32: false turns it off"
+    )
 
 
 BEYOND_FP16 = ("t5", "mt5", "umt5", "longt5", "gemma", "gemma2", "gemma3", "gemma3_text")

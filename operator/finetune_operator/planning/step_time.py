@@ -32,6 +32,8 @@ FP8_EAGER_SHARE = 0.14
 """Share without torch.compile: 0.7 of the speed in bf16. Each tensor is read and written several times to be rounded;
 on an H100 two layers took 1.4 times as long as in bf16 (pytorch/ao, issue 2262).
 """
+TF32_SHARE = MATMUL_SHARE
+"""Share of the TF32 peak, which is half of the 16-bit peak, as factors are twice as wide: assumed to be as large."""
 FP32_SHARE = 0.6
 """Share of the plain fp32 peak; it is higher, as there are no matrix units that wait for data."""
 ATTENTION_SHARE = 0.32
@@ -136,6 +138,8 @@ class Machine:
     host: float
     """Bandwidth between one GPU and host memory, in one direction."""
     cores_per_node: int
+    tf32_flops: float = 0.0
+    """Peak of products in TF32; 0: the GPU has none."""
 
     @property
     def link_rate(self) -> float:
@@ -203,6 +207,8 @@ class StepWork:
     """Share of the matrix products that selective checkpointing repeats; 0 in this project's trainer."""
     split_norms: bool = False
     """True if tensor ranks share what lies between split layers, too; False in this project's trainer."""
+    tf32: bool = False
+    """True if a training in fp32 multiplies in TF32 on GPUs that have it."""
     reduced_bytes: int = 4
     """Bytes of an element of the gradients that fsdp reduces; 4 in this project's trainer."""
 
@@ -323,6 +329,9 @@ def _product_seconds(work: StepWork, machine: Machine, again: float) -> float:
     of_head = ((6 if work.chunked_loss else 4) * head + 2 * min(head, work.trained)) * work.tokens
     half = machine.half_flops * MATMUL_SHARE
     match work.precision:
+        case "fp32" if work.tf32 and machine.tf32_flops:
+            # Not attention: torch's fused kernels for fp32 do not follow the setting.
+            return (operations + of_head) / (machine.tf32_flops * TF32_SHARE)
         case "fp32":
             return (operations + of_head) / (machine.fp32_flops * FP32_SHARE)
         case "fp8":

@@ -203,7 +203,8 @@ def _changes_that_fit(draft: Draft) -> Iterator[str]:
         seen.add(label)
     if asked.model_ranks > 1 and (chosen := best_fit(with_parallelism(draft, ParallelismSpec()))) is not None:
         label = chosen[1].strategy.label
-        yield f"leave parallelism out, and the plan takes {label} ({_takes(draft, chosen[1])})"
+        if label not in seen:
+            yield f"leave parallelism out, and the plan takes {label} ({_takes(draft, chosen[1])})"
     for changed, found in fitting(spreads(draft)):
         degrees = changed.spec.parallelism
         if degrees.model_ranks > asked.model_ranks and found.strategy.label not in seen:

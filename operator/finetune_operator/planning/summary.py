@@ -104,13 +104,14 @@ def _training(plan: JobPlan, training: Training) -> tuple[Row, ...]:
     every = (
         f"{schedule.every_steps:,} steps" if schedule.every_minutes is None else f"{schedule.every_minutes:g} minutes"
     )
+    beside = ", written beside the training" if schedule.asynchronous else ""
     return (
         Row("batch", batch_arithmetic(training.batch)),
         Row("steps", f"{training.max_steps:,}", f"{training.steps_per_epoch:,} an epoch"),
         Row("precision", training.precision),
         *_adapter(plan, training.adapter),
         Row("optimizer", training.optimizer, f"learning rate {training.learning_rate:g}, {training.scheduler}"),
-        Row("checkpoints", f"every {every}", f"{schedule.keep} kept"),
+        Row("checkpoints", f"every {every}", f"{schedule.keep} kept{beside}"),
     )
 
 

@@ -28,13 +28,12 @@ from finetune_operator.reconcile.planned import (
     plan_status,
     problems_text,
     replan,
-    with_devices,
+    with_findings,
 )
 from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.remedies import Cause, CauseClass, OperatorCause, Remedy
 from finetune_operator.reconcile.results import (
     artifacts,
-    communication_status,
     finished_progress,
     headline,
     metrics_of,
@@ -56,14 +55,12 @@ def stage_succeeded(state: ReconcileState, stage: StageStatus, report: TrainerRe
     done = stage.model_copy(update={"state": "Succeeded", "completion_time": at, "next_attempt_time": None})
     failure = state.status.failure
     before = state.status.progress
-    state = with_devices(count_usage(state, stage, at), report)
+    state = with_findings(count_usage(state, stage, at), report)
     state = state.with_stage(done).with_status(
         artifacts=artifacts(state.status, state.spec, state.job.name, kind, report),
         progress=finished_progress(before),
         failure=None if failure is not None and failure.stage == stage.name else failure,
     )
-    if report.communication is not None:
-        state = state.with_status(communication=communication_status(report.communication))
     figure = headline(metrics_of(report))
     duration = f" in {human_seconds(seconds_since(stage.start_time, at))}"
     state = state.with_event(
@@ -111,7 +108,7 @@ def attempt_failed(
     before, step = stage.furthest_step or 0, _step(state)
     stage = stage.model_copy(update={"furthest_step": max(before, step) or None})
     failure = cause.to_failure_status(stage.name, stage.attempt, state.observed.log_tails)
-    state = with_devices(state, cause.report)
+    state = with_findings(state, cause.report)
     if cause.rank is None:
         failure = failure.model_copy(update={"rank": _only_rank(state, stage, cause)})
     state = with_preemption(count_usage(state.with_status(failure=failure), stage, ended), stage, cause)

@@ -18,7 +18,7 @@ from finetune_operator.reconcile.attempt_outcomes import attempt_failed, stage_s
 from finetune_operator.reconcile.failure_diagnosis import first_cause, on_node_lost, reported_success, without_report
 from finetune_operator.reconcile.gang_placement import follow_gang
 from finetune_operator.reconcile.hang_detection import hang_cause, pods_to_read_logs_from, progress_gap
-from finetune_operator.reconcile.planned import configuration
+from finetune_operator.reconcile.planned import configuration, with_findings
 from finetune_operator.reconcile.pod_replacement import current_pods, pods_with_cause, report_replaced_pods
 from finetune_operator.reconcile.reconcile_state import ReconcileState, reference
 from finetune_operator.reconcile.reconcile_types import ChildView, PodView
@@ -209,7 +209,7 @@ def _with_progress(
     progress, stored = state.observed.progress, state.stored(stage.name)
     recorded = stored is not None and (stored.state, stored.attempt) == ("Running", stage.attempt)
     if progress is not None and recorded:
-        state = state.with_status(progress=progress)
+        state = with_findings(state.with_status(progress=progress), state.observed.findings)
     gap = progress_gap(state.job, state.observed, state.settings, stage.name, stage.attempt)
     # Once a pod has failed or is being deleted, the attempt is ending: silence is an echo, and ends have own limits.
     ending = any(pod.phase == "Failed" for pod in pods) or _terminating(pods)

@@ -8,15 +8,16 @@ suspended, everything of the endpoint is deleted.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.types import ArtifactsStatus, EndpointStatus, StageStatus
 from finetune_operator.planning.names import JobNames
-from finetune_operator.planning.plan_types import PlanRefused
+from finetune_operator.planning.plan_types import JobPlan, PlanRefused
 from finetune_operator.reconcile.attempt_outcomes import delay_seconds
 from finetune_operator.reconcile.autoscaling import autoscaler_details, with_autoscaler
+from finetune_operator.reconcile.endpoint_canary import with_canary_problem
 from finetune_operator.reconcile.endpoint_problems import (
     WAITING,
     not_ready_reason,
@@ -25,8 +26,13 @@ from finetune_operator.reconcile.endpoint_problems import (
     volume_deadline,
 )
 from finetune_operator.reconcile.endpoint_rollout import (
+    DesiredEndpoint,
     Rollout,
+    content,
     desired_endpoint,
+    failed_revision,
+    held_endpoint,
+    kept,
     rollout,
     stopped,
     with_rollout_events,
@@ -42,11 +48,13 @@ from finetune_operator.rendering.endpoint_objects import (
     RUNTIMES,
     SHARED_KINDS,
     EndpointObjects,
+    canary_objects,
     endpoint_objects,
     endpoint_url,
     revision_digest,
 )
 from finetune_operator.rendering.manifests import shared
+from finetune_operator.rendering.render_types import Manifest, RenderContext
 
 SERVE = Stage.SERVE
 LEAST_DELAY_SECONDS = 1.0
@@ -115,12 +123,11 @@ def serve(state: ReconcileState) -> ReconcileState:
     assert current is not None, "finish comes first"
     if state.suspended:
         return state
-    desired = desired_endpoint(state)
-    desired_state = desired.of(state)
     try:
-        job_plan, surroundings = plan_now(desired_state), context(desired_state)
-        rolled = rollout(state, desired, revision_digest(job_plan, surroundings))
-        objects = endpoint_objects(job_plan, surroundings, rolled.running, rolled.target)
+        wanted = _wanted(state)
+        job_plan, surroundings, rolled = wanted.plan, wanted.context, wanted.rollout
+        limit = None if rolled.canary is None else rolled.canary.limit
+        objects = endpoint_objects(job_plan, surroundings, rolled.running, rolled.target, limit)
     except PlanRefused as refused:
         return _with_conditions(_with_stall(state, "PlanRefused", problems_text(refused.problems)))
     if (after := plan_status(job_plan)) != state.status.plan:
@@ -134,9 +141,65 @@ def serve(state: ReconcileState) -> ReconcileState:
         return _with_conditions(state.requeue(at).with_findings(stalled=stalled))
     if not state.started:
         state = state.with_actions(create=shared(job_plan, surroundings))
-    state = with_rollout_events(state, rolled, desired).with_status(endpoint=rolled.status)
+    state = with_rollout_events(state, rolled, wanted.desired).with_status(endpoint=rolled.status)
     state = state.with_actions(remove=tuple(ref for one in rolled.unneeded for ref in _revision_objects(one)))
-    return _with_conditions(_applied(state, current, rolled, objects))
+    if wanted.kept or rolled.failed is not None:
+        # The plan is that of the revision that failed.
+        state = _running(state, current, rolled, objects)
+    else:
+        state = _applied(state, current, rolled, objects)
+    return _with_conditions(state.with_actions(apply=(*state.decision.apply, *_changed_by_canary(wanted))))
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Endpoint that is wanted now."""
+
+    desired: DesiredEndpoint
+    plan: JobPlan
+    context: RenderContext
+    rollout: Rollout
+    kept: bool = False
+    """True if the serving revision is kept as it is, without a plan of its own."""
+
+
+def _wanted(state: ReconcileState) -> _Wanted:
+    """Return the endpoint that spec, annotation and failed canaries ask for; PlanRefused as `plan` does."""
+    desired = desired_endpoint(state)
+    job_plan, surroundings, digest = _planned(state, desired)
+    failed = None if desired.held_back is not None else failed_revision(state, digest)
+    if failed is not None:
+        held = held_endpoint(state, desired, failed)
+        if content(held.endpoint) != content(desired.endpoint):
+            desired = held
+            job_plan, surroundings, digest = _planned(state, desired)
+        elif (rolled := kept(state, held)) is not None:
+            return _Wanted(held, job_plan, surroundings, rolled, kept=True)
+    assert job_plan.servers is not None, "a plan with the stage serve has servers"
+    return _Wanted(desired, job_plan, surroundings, rollout(state, desired, digest, job_plan.servers))
+
+
+def _planned(state: ReconcileState, desired: DesiredEndpoint) -> tuple[JobPlan, RenderContext, str]:
+    """Return the plan of an endpoint, its surroundings, and the digest of its pods; PlanRefused as `plan` does."""
+    desired_state = desired.of(state)
+    job_plan, surroundings = plan_now(desired_state), context(desired_state)
+    return job_plan, surroundings, revision_digest(job_plan, surroundings)
+
+
+def _changed_by_canary(wanted: _Wanted) -> tuple[Manifest, ...]:
+    """Return the Service and what else a canary changes: when a revision starts beside another, at each reading of a
+    canary, so that a lost write is made up for, and when it ends without taking over.
+    """
+    rolled = wanted.rollout
+    serving, before, canary = rolled.serving, rolled.before.canary, rolled.canary
+    if serving is None or rolled.takes_over:
+        return ()
+    now = None if canary is None or rolled.failed is not None else canary.status
+    if now is not None:
+        new = before is None or before.revision != now.revision or before.read_time != now.read_time
+        return canary_objects(wanted.plan, wanted.context, None) if new else ()
+    starts = canary is not None and rolled.target_view is None
+    return canary_objects(wanted.plan, wanted.context, serving.revision) if before is not None or starts else ()
 
 
 def _with_stall(state: ReconcileState, reason: str, message: str) -> ReconcileState:
@@ -194,6 +257,7 @@ def _scaled(servers: EndpointView, objects: EndpointObjects) -> bool:
 
 def _running(state: ReconcileState, current: StageStatus, rolled: Rollout, objects: EndpointObjects) -> ReconcileState:
     """Return the state with the stage that runs the wanted revision."""
+    runtime = objects.runtime if rolled.target_view is None else rolled.target_view.runtime
     new = current.state != "Running" or current.attempt != rolled.target or current.start_time is None
     running = current.model_copy(
         update={
@@ -203,9 +267,7 @@ def _running(state: ReconcileState, current: StageStatus, rolled: Rollout, objec
             "completion_time": None,
             "next_attempt_time": None,
             "failures_in_row": 0,
-            "child": reference(
-                ObjectRef(*RUNTIMES[objects.runtime], JobNames.of(state.job.name).servers(rolled.target))
-            ),
+            "child": reference(ObjectRef(*RUNTIMES[runtime], JobNames.of(state.job.name).servers(rolled.target))),
         }
     )
     state = state.with_stage(running).with_status(start_time=state.status.start_time or state.now)
@@ -223,6 +285,7 @@ def _with_conditions(state: ReconcileState) -> ReconcileState:
     target = None if status is None else view_of(state, status.target)
     readiness = _readiness(state, url)
     serving = None if status is None else view_of(state, status.revision)
+    state = with_canary_problem(state, None if state.job.status.endpoint is None else state.job.status.endpoint.canary)
     state = with_autoscaler(state, serving).requeue(volume_deadline(state)).with_findings(readiness=readiness)
     if not readiness.ready:
         state = state.with_findings(waiting=readiness.message, waiting_reason=readiness.reason)
@@ -279,6 +342,14 @@ def _serving_details(state: ReconcileState, servers: EndpointView) -> str:
 def _rollout_details(state: ReconcileState, status: EndpointStatus) -> str:
     """Return a sentence on the revision that is to take over."""
     if status.target == status.revision:
+        back = next((one for one in status.revisions if one.number == status.rolled_back_from), None)
+        if back is not None and back.canary_result == "Failed":
+            return f" Revision {back.number} is held back: {back.message}"
         return "" if status.rolled_back_from is None else f" Revision {status.rolled_back_from} is rolled back."
+    canary = status.canary
     reason, message = not_ready_reason(state)
+    if canary is not None and reason == WAITING:
+        if canary.passed_time is not None:
+            return f" Revision {canary.revision} has passed its canary, and waits for all of its servers."
+        return f" Revision {canary.revision} is a canary with {canary.servers} server{'s' * (canary.servers > 1)}."
     return f" Revision {status.target} is not ready: {message}" if reason != WAITING else f" {message}"

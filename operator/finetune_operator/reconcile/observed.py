@@ -194,6 +194,7 @@ def pod_view(value: Mapping[str, JsonValue]) -> PodView | None:
         index=_index(raw.metadata.labels),
         lost_before=_lost_before(raw.metadata.annotations),
         node=raw.spec.node_name,
+        address=raw.status.pod_ip or None,
         scheduled=scheduled.last_transition_time if scheduled is not None and scheduled.holds else None,
         started_at=_started_at(raw),
         unschedulable=scheduled.message if scheduled is not None and unschedulable else None,

@@ -44,6 +44,8 @@ from finetune_operator.planning.plan_types import (
 )
 from finetune_operator.reconcile.plan_checks import TOTAL
 from finetune_operator.reconcile.reconcile_state import ReconcileState
+from finetune_operator.reconcile.reconcile_types import Findings
+from finetune_operator.reconcile.results import communication_status
 from finetune_operator.rendering.contract import fingerprint, stage_files
 from finetune_operator.rendering.render_types import Attempt, Owner, RenderContext
 
@@ -186,12 +188,16 @@ def _dumped(facts: BaseModel) -> dict[str, JsonValue]:
     return facts.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
-def with_devices(state: ReconcileState, report: TrainerReport | None) -> ReconcileState:
-    """Store the GPUs that an attempt at train has measured, if it reports them."""
-    if report is None or report.devices is None:
+def with_findings(state: ReconcileState, found: Findings | TrainerReport | None) -> ReconcileState:
+    """Store the GPUs and the transports that an attempt at train has measured, if it reports them."""
+    if found is None:
         return state
-    before = state.status.measured or MeasuredStatus()
-    return state.with_status(measured=before.model_copy(update={"device": _dumped(report.devices)}))
+    if found.devices is not None:
+        before = state.status.measured or MeasuredStatus()
+        state = state.with_status(measured=before.model_copy(update={"device": _dumped(found.devices)}))
+    if found.communication is not None:
+        state = state.with_status(communication=communication_status(found.communication))
+    return state
 
 
 def plan_status(job_plan: JobPlan) -> PlanStatus:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from finetune_operator.api.objects import Conditions, Meta, Raw, RawCondition, Time, empty
 
@@ -65,6 +65,7 @@ class PodStatus(Raw):
     reason: str | None = None
     message: str | None = None
     conditions: Conditions = ()
+    pod_ip: str = Field(default="", alias="podIP")
     container_statuses: Statuses = ()
     init_container_statuses: Statuses = ()
 

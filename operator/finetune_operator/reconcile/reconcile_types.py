@@ -10,7 +10,8 @@ from datetime import datetime
 from typing import Literal, Self
 
 from finetune_contract.choices import Stage
-from finetune_contract.report import TrainerReport
+from finetune_contract.measured_devices import MeasuredDevices
+from finetune_contract.report import Communication, TrainerReport
 from finetune_operator.api.objects import GroupKind
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobStatus, ProgressStatus
@@ -133,6 +134,8 @@ class PodView:
     lost_before: int = 0
     """Pods of the same index that its Job has lost before it."""
     node: str | None = None
+    address: str | None = None
+    """IP address."""
     scheduled: datetime | None = None
     """Time when it got its node."""
     started_at: datetime | None = None
@@ -222,6 +225,30 @@ class AutoscalerView:
 
 
 @dataclass(frozen=True)
+class RequestCounts:
+    """Requests to the model that servers have answered."""
+
+    requests: int = 0
+    errors: int = 0
+    """Requests that were answered with 429 or 5xx."""
+    seconds: float = 0.0
+    """Sum of their latencies."""
+
+
+@dataclass(frozen=True)
+class CanaryReading:
+    """Reading of the servers' metrics during a canary."""
+
+    at: datetime
+    seconds: float = 0.0
+    """Time since the last reading without a failure; 0.0 for the first one."""
+    counts: tuple[tuple[int, RequestCounts], ...] = ()
+    """Requests in that time, by revision."""
+    failure: str | None = None
+    """Reason why servers could not be read; None: they could."""
+
+
+@dataclass(frozen=True)
 class Refusal:
     """Object that the API server refused, or whose name is taken."""
 
@@ -241,6 +268,21 @@ class NodesRead:
 
 
 @dataclass(frozen=True)
+class Findings:
+    """Measurements of an attempt at train; None: it has reported none."""
+
+    devices: MeasuredDevices | None = None
+    communication: Communication | None = None
+
+    def after(self, before: Findings) -> Findings:
+        """Return these, with those that they lack as they were `before` in the same attempt."""
+        return Findings(self.devices or before.devices, self.communication or before.communication)
+
+
+NO_FINDINGS = Findings()
+
+
+@dataclass(frozen=True)
 class Observed:
     """Everything known about one job besides the job itself."""
 
@@ -248,6 +290,8 @@ class Observed:
     pods: tuple[PodView, ...] = ()
     progress: ProgressStatus | None = None
     """Newest report of the running attempt."""
+    findings: Findings = NO_FINDINGS
+    """Measurements in its reports."""
     logs: tuple[tuple[str, str], ...] = ()
     """Name of a pod and its log tail, for pods that `wanted_logs` asked for; empty text: no log can be read."""
     last_logs: tuple[tuple[str, str], ...] = ()
@@ -270,6 +314,8 @@ class Observed:
     """True if the API server serves the custom metrics API."""
     autoscaler: AutoscalerView | None = None
     """Autoscaler of the endpoint; None: there is none, or its state is not known."""
+    canary_reading: CanaryReading | None = None
+    """Last reading of the servers' metrics; None: there was none."""
     last_progress_at: datetime | None = None
     """Time of the running attempt's last report with anything new; None: this operator has received none."""
 

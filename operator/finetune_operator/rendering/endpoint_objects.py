@@ -2,7 +2,8 @@
 NetworkPolicy and, with several servers, a HorizontalPodAutoscaler and a PodDisruptionBudget.
 
 A revision is a configuration of the servers (files and pod template); its number is their attempt label. The Service
-selects one revision, and the autoscaler scales that one. The other objects cover all revisions. The servers' object
+selects one revision, or two during a canary, and the autoscaler scales the one that serves. The other objects cover all
+revisions. The servers' object
 comes last and has the digest of all objects, so that reading it alone shows whether the endpoint is up to date. Servers
 of KServe have the same labels: the shared objects select them too, and the URL stays if they replace a Deployment's.
 """
@@ -23,7 +24,7 @@ from finetune_operator.planning.endpoint_plan import DRAIN_SECONDS
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import EndpointRuntime, JobPlan, Servers
 from finetune_operator.rendering.manifests import config_map, metadata
-from finetune_operator.rendering.network import dumped
+from finetune_operator.rendering.network import dumped, operator_peer
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME, SERVED_CONTAINER_NAME, Pod
 from finetune_operator.rendering.render_types import (
     ATTEMPT_LABEL,
@@ -92,19 +93,42 @@ def revision_digest(plan: JobPlan, context: RenderContext) -> str:
     return _sha256(_server_pod(StagePods(plan, context, Attempt(Stage.SERVE)), plan.servers.runtime).manifest())
 
 
+def server_count(servers: Servers, running: int | None) -> int:
+    """Return the number of servers to request. `running`: number that an autoscaler requested last."""
+    if running is None or servers.most <= servers.replicas:
+        return servers.replicas
+    return min(max(running, servers.replicas), servers.most)
+
+
+def canary_objects(plan: JobPlan, context: RenderContext, revision: int | None) -> tuple[Manifest, ...]:
+    """Return the shared objects that a canary changes: the Service, which selects `revision`, or all revisions if that
+    is None, and the NetworkPolicy, which lets the operator read the servers' metrics.
+    """
+    assert plan.servers is not None, "a plan with the stage serve has servers"
+    shared = _shared_objects(StagePods(plan, context, Attempt(Stage.SERVE, revision or 1)), plan.servers)
+    service = next(one for one in shared if one["kind"] == "Service")
+    if revision is None:
+        spec = service["spec"]
+        assert isinstance(spec, dict), "a Service has a spec"
+        selector = spec["selector"]
+        assert isinstance(selector, dict), "the Service selects pods by labels"
+        every: JsonValue = {label: text for label, text in selector.items() if label != ATTEMPT_LABEL}
+        service = {**service, "spec": {**spec, "selector": every}}
+    return (*(one for one in shared if one["kind"] == "NetworkPolicy"), service)
+
+
 def endpoint_objects(
-    plan: JobPlan, context: RenderContext, running: int | None = None, revision: int = 1
+    plan: JobPlan, context: RenderContext, running: int | None = None, revision: int = 1, canary: int | None = None
 ) -> EndpointObjects:
     """Return the objects of the endpoint of `plan`, whose Service selects `revision`. `running`: servers that an
-    autoscaler requested last.
+    autoscaler requested last; `canary`: servers of the revision while it is a canary.
     """
     servers = plan.servers
     assert servers is not None, "a plan with the stage serve has servers"
     pods = StagePods(plan, context, Attempt(Stage.SERVE, revision))
-    scales = servers.most > servers.replicas
     config, beside = config_map(pods), _shared_objects(pods, servers)
     # The digest leaves out a number that an autoscaler changes.
-    replicas = servers.replicas if running is None or not scales else min(max(running, servers.replicas), servers.most)
+    replicas = server_count(servers, running) if canary is None else canary
     pod_digest = revision_digest(plan, context)
     if servers.runtime == "kserve":
         return _by_kserve(pods, servers, beside, pod_digest)
@@ -143,7 +167,7 @@ def _shared_objects(pods: StagePods, servers: Servers) -> tuple[Manifest, ...]:
     selector: JsonValue = dict(everyone)
     objects = []
     if context.settings.network_policy.enabled:
-        clients = dumped(context.settings.network_policy.endpoint_clients)
+        clients = [*dumped(context.settings.network_policy.endpoint_clients), *_metric_readers(context)]
         objects.append(document("server_network", metadata=own, pods=selector, clients=clients, port=SERVE_PORT))
     one: JsonValue = dict(pods.identity)
     objects.append(document("server_service", metadata=own, selector=one, port=SERVICE_PORT, target=SERVE_PORT))
@@ -152,6 +176,14 @@ def _shared_objects(pods: StagePods, servers: Servers) -> tuple[Manifest, ...]:
     if servers.most > servers.replicas:
         objects.append(_scaling(pods, servers, own))
     return tuple(objects)
+
+
+def _metric_readers(context: RenderContext) -> list[JsonValue]:
+    """Return the operator as a peer if the endpoint has canaries, for which it reads the servers' metrics."""
+    endpoint, progress = context.spec.endpoint, context.progress
+    if endpoint is None or endpoint.traffic is None or progress is None or progress.namespace is None:
+        return []
+    return [operator_peer(progress.namespace)]
 
 
 def _scaling(pods: StagePods, servers: Servers, own: Manifest) -> Manifest:

@@ -84,15 +84,19 @@ def dumped(parts: Sequence[BaseModel]) -> list[JsonValue]:
     return [part.model_dump(mode="json", by_alias=True, exclude_defaults=True) for part in parts]
 
 
+def operator_peer(namespace: str) -> Manifest:
+    """Return the peer that selects the operator's pods in their namespace."""
+    return {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
+        "podSelector": {"matchLabels": {**OPERATOR_LABELS}},
+    }
+
+
 def _progress(endpoint: ProgressEndpoint, url: str | None) -> list[tuple[Manifest, str]]:
     """Return rules for progress reports, each with a description: to the operator's pods, and to the settings' URL."""
     found: list[tuple[Manifest, str]] = []
     if endpoint.namespace is not None:
-        operator: Manifest = {
-            "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": endpoint.namespace}},
-            "podSelector": {"matchLabels": {**OPERATOR_LABELS}},
-        }
-        rule: Manifest = {"to": [operator], "ports": [_port(PROGRESS_PORT)]}
+        rule: Manifest = {"to": [operator_peer(endpoint.namespace)], "ports": [_port(PROGRESS_PORT)]}
         found.append((rule, f"progress reports to the operator in {endpoint.namespace} (port {PROGRESS_PORT})"))
     if url is not None:
         parts = urlsplit(url)

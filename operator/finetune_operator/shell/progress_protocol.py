@@ -13,12 +13,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from typing import TypeVar
 
 from pydantic import ValidationError
 
 from finetune_contract.choices import Stage
-from finetune_contract.report import KubeflowStatus, KubeflowUpdate
+from finetune_contract.contract_models import Message
+from finetune_contract.measured_devices import MeasuredDevices
+from finetune_contract.report import COMMUNICATION, DEVICES, Communication, KubeflowStatus, KubeflowUpdate
 from finetune_operator.api.types import ProgressStatus
+from finetune_operator.reconcile.reconcile_types import Findings
 
 BODY_LIMIT_BYTES = 64 * 1024
 _NAME = r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?"
@@ -27,6 +31,9 @@ _PATH = re.compile(
 )
 DIGITS = 5
 """Significant digits of figures that change while people look on; metrics at the end are kept whole."""
+MOST_FOUND = 2048
+"""Longest text of a measurement: half of a termination message, which holds both."""
+Kind = TypeVar("Kind", bound=Message)
 _MOST_STEPS = 2**53
 """Beyond it a JSON number is not exact."""
 
@@ -108,6 +115,22 @@ def progress_of(update: KubeflowStatus, now: datetime) -> ProgressStatus:
         remaining_seconds=None if remaining is None else float(min(remaining, _MOST_STEPS)),
         last_update_time=now,
     )
+
+
+def findings_of(update: KubeflowStatus) -> Findings:
+    """Return the measurements in an update. Those that cannot be read, or are longer than any of ours, are left out."""
+    values = {metric.name: metric.value for metric in update.metrics}
+    return Findings(_found(values, DEVICES, MeasuredDevices), _found(values, COMMUNICATION, Communication))
+
+
+def _found(values: Mapping[str, str], name: str, kind: type[Kind]) -> Kind | None:
+    text = values.get(name, "")
+    if not 0 < len(text) <= MOST_FOUND:
+        return None
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError:
+        return None
 
 
 def _number(values: Mapping[str, str], names: tuple[str, ...], least: float = -math.inf) -> float | None:

@@ -25,6 +25,7 @@ import aiohttp
 from aiohttp import web
 
 from finetune_operator.api.types import ProgressStatus
+from finetune_operator.reconcile.reconcile_types import Findings
 from finetune_operator.rendering.render_types import PROGRESS_PORT
 from finetune_operator.shell.certificates import SERVICE_NAME, TlsContexts
 from finetune_operator.shell.connections import Server
@@ -34,6 +35,7 @@ from finetune_operator.shell.progress_protocol import (
     AttemptKey,
     BadBodyError,
     attempt_of,
+    findings_of,
     mark_of,
     progress_of,
     update_of,
@@ -109,7 +111,7 @@ class World(Protocol):
         """Return the pod, if it belongs to an attempt of a job."""
         ...
 
-    def report(self, pod: KnownPod, progress: ProgressStatus, mark: str) -> None:
+    def report(self, pod: KnownPod, progress: ProgressStatus, findings: Findings, mark: str) -> None:
         """Take the pod's report; `mark` is the same for as long as there is no progress."""
         ...
 
@@ -221,7 +223,7 @@ class ProgressServer:
             update = update_of(body)
         except BadBodyError as error:
             raise RefusedError(HTTPStatus.BAD_REQUEST, str(error)) from error
-        self._world.report(pod, progress_of(update, self._clock()), mark_of(update))
+        self._world.report(pod, progress_of(update, self._clock()), findings_of(update), mark_of(update))
         return web.json_response({})
 
     async def _sender(self, request: web.BaseRequest, token: str) -> PodIdentity:

@@ -43,6 +43,7 @@ from finetune_operator.reconcile.observed import pods_being_deleted, redacted_lo
 from finetune_operator.reconcile.plan_checks import plan_check_of
 from finetune_operator.reconcile.reconcile_state import has_started
 from finetune_operator.reconcile.reconcile_types import (
+    NO_FINDINGS,
     AutoscalerView,
     Decision,
     EventNote,
@@ -58,6 +59,7 @@ from finetune_operator.shell.foreign_objects import ForeignObjects
 from finetune_operator.shell.job_objects import JobObjects
 from finetune_operator.shell.node_reading import NodeReading
 from finetune_operator.shell.queue import JobKey
+from finetune_operator.shell.server_reading import ServerMemory, ServerReading
 from finetune_operator.shell.state import OperatorState
 from finetune_operator.shell.store import JobId
 
@@ -93,6 +95,7 @@ class JobMemory:
     autoscaler: AutoscalerView | None = None
     autoscaler_read: float = float("-inf")
     """Time when the endpoint's autoscaler was read, on the monotonic clock."""
+    servers: ServerMemory = field(default_factory=ServerMemory)
     queued: set[tuple[str, str, str]] = field(default_factory=set)
     """Events that were queued: version of the job that they were decided at, reason, message."""
     progress_written: float = float("-inf")
@@ -108,6 +111,7 @@ class Reconciler:
 
     def __init__(self, state: OperatorState, discovery: Discovery, nodes: NodeReading, decide: Decide) -> None:
         self._state = state
+        self._servers = ServerReading()
         self._discovery = discovery
         self._nodes = nodes
         self._decide = decide
@@ -202,6 +206,7 @@ class Reconciler:
         await self._read_logs(key, memory)
         await self._read_stale_attempt(key, memory)
         await self._read_autoscaler(key, memory)
+        await self._servers.refresh(job, self._state.store.pods(job.id), memory.servers, self._state.now())
         # Read without awaiting in between: a view and the version that belongs to it.
         job, version = self._state.store.job(key), self._state.store.job_version(key)
         if job is None or version is None or job.uid != memory.uid:
@@ -247,8 +252,10 @@ class Reconciler:
             kserve=self._discovery.kserve,
             custom_metrics=self._discovery.custom_metrics,
             autoscaler=memory.autoscaler,
+            canary_reading=memory.servers.reading,
             pods_before=self._state.store.pods_before(JobKey(job.namespace, job.name), job.uid),
             progress=None if attempt is None else progress.of(*attempt),
+            findings=NO_FINDINGS if attempt is None else progress.findings_of(*attempt),
             logs=tuple(sorted(memory.logs.items())),
             last_logs=tuple(sorted(memory.last_logs.items())),
             served=self._discovery.served,
@@ -392,6 +399,10 @@ class Reconciler:
                 )
             finally:
                 self._events.task_done()
+
+    async def close(self) -> None:
+        """Close the connections to servers."""
+        await self._servers.close()
 
     async def statuses_written(self) -> None:
         """Wait until the status records everything that was created."""

@@ -24,7 +24,7 @@ from finetune_operator.kubernetes_api.errors import (
 from finetune_operator.kubernetes_api.resources import POD, SECRET, TOKEN_REVIEW
 from finetune_operator.launchers.launcher_rows import LauncherName
 from finetune_operator.reconcile.fleet_metrics import Fleet, fleet
-from finetune_operator.reconcile.reconcile_types import JobView, PodView
+from finetune_operator.reconcile.reconcile_types import Findings, JobView, PodView
 from finetune_operator.rendering.render_types import Manifest, ProgressEndpoint
 from finetune_operator.shell.certificates import (
     LOOK_AGAIN,
@@ -174,13 +174,12 @@ class OperatorView:
         attempt = AttemptKey(namespace, entry.job.name, entry.view.stage, entry.view.attempt)
         return KnownPod(entry.uid, entry.job_uid, attempt)
 
-    def report(self, pod: KnownPod, progress: ProgressStatus, mark: str) -> None:
+    def report(self, pod: KnownPod, progress: ProgressStatus, findings: Findings, mark: str) -> None:
         """Note a report in the progress book; the reconciler limits how often the status is written."""
-        at = pod.attempt
-        before = self._state.progress.of(pod.job_uid, at.stage, at.attempt)
-        self._state.progress.note(
-            pod.job_uid, at.stage, at.attempt, merged_progress(before, progress), mark, self._state.now()
-        )  # fmt: skip
+        at, book = pod.attempt, self._state.progress
+        attempt = (pod.job_uid, at.stage, at.attempt)
+        merged, found = merged_progress(book.of(*attempt), progress), findings.after(book.findings_of(*attempt))
+        book.note(*attempt, merged, mark, self._state.now(), found)
         self._state.queue.add(JobKey(at.namespace, at.job))
 
     def report_lost(self) -> None:

@@ -18,7 +18,7 @@ from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus
 from finetune_operator.kubernetes_api.resources import FINETUNE_JOB
 from finetune_operator.launchers.launcher_rows import LauncherName
-from finetune_operator.reconcile.reconcile_types import JobView
+from finetune_operator.reconcile.reconcile_types import NO_FINDINGS, Findings, JobView
 from finetune_operator.rendering.render_types import Manifest, ProgressEndpoint
 from finetune_operator.shell.job_validation import JobValidator
 from finetune_operator.shell.kube import Kube
@@ -41,6 +41,7 @@ class LatestReport:
     """Result of `progress_protocol.mark_of`."""
     last_progress_at: datetime
     """Time when the mark changed last."""
+    findings: Findings = NO_FINDINGS
 
 
 @dataclass
@@ -51,21 +52,33 @@ class ProgressBook:
     _reported_at: dict[str, float] = field(default_factory=dict)
 
     def note(
-        self, job_uid: str, stage: Stage, attempt: int, progress: ProgressStatus, mark: str, now: datetime
-    ) -> None:  # fmt: skip
+        self,
+        job_uid: str,
+        stage: Stage,
+        attempt: int,
+        progress: ProgressStatus,
+        mark: str,
+        now: datetime,
+        findings: Findings = NO_FINDINGS,
+    ) -> None:
         """Store a report in place of the one before. A late one of an earlier attempt of the same stage is dropped."""
         known = self._newest.get(job_uid)
         if known is not None and known.stage is stage and known.attempt > attempt:
             return
         same = known is not None and (known.stage, known.attempt, known.mark) == (stage, attempt, mark)
         last_progress_at = known.last_progress_at if known is not None and same else now
-        self._newest[job_uid] = LatestReport(stage, attempt, progress, mark, last_progress_at)
+        self._newest[job_uid] = LatestReport(stage, attempt, progress, mark, last_progress_at, findings)
         self._reported_at[job_uid] = time.monotonic()
 
     def of(self, job_uid: str, stage: Stage, attempt: int) -> ProgressStatus | None:
         """Return the newest progress of this attempt."""
         known = self._of(job_uid, stage, attempt)
         return None if known is None else known.progress
+
+    def findings_of(self, job_uid: str, stage: Stage, attempt: int) -> Findings:
+        """Return the measurements that this attempt has reported."""
+        known = self._of(job_uid, stage, attempt)
+        return NO_FINDINGS if known is None else known.findings
 
     def last_progress_at(self, job_uid: str, stage: Stage, attempt: int) -> datetime | None:
         """Return when this attempt last reported anything new."""

@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias, get_args
 
 from pydantic import JsonValue
 
-from finetune_contract.choices import LENGTH_GROUPED_TASKS, Task
+from finetune_contract.choices import LENGTH_GROUPED_TASKS, Precision, Task
 
 ArgumentType: TypeAlias = Literal["bool", "int", "float", "str", "list", "dict", "null"]
 ArgumentReason: TypeAlias = Literal[
@@ -105,6 +105,13 @@ COMPILATION = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 def compiles(arguments: Mapping[str, object]) -> bool:
     """Return whether `training.arguments` switch torch.compile on."""
     return any(arguments.get(name) for name in COMPILATION)
+
+
+def allows_tf32(precision: Precision, arguments: Mapping[str, object]) -> bool:
+    """Return whether a training in `precision` multiplies in TF32 on GPUs that have it: one in fp32, unless
+    `training.arguments.tf32` is false. The sums stay in fp32, and factors keep 10 bits of their mantissa.
+    """
+    return precision == "fp32" and arguments.get("tf32") is not False
 
 
 def needs_whole_logits(arguments: Mapping[str, object], label_smoothing: float) -> bool:

@@ -320,10 +320,26 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "model-parallel-has-replicas",
         "parallelism.strategy",
         when=(none_of("model_ranks", 1),),
-        needs=(one_of("strategy", "ddp"), one_of("zero_stage")),
-        rule="must be ddp or auto, without zeroStage, with spec.parallelism.tensor or pipeline.degree above 1, which "
-        "are combined with replicas of the model only",
-        hint="set strategy to ddp or auto and leave zeroStage out, or set tensor and pipeline.degree to 1",
+        needs=(one_of("strategy", "ddp", "fsdp"), one_of("zero_stage")),
+        rule="must be ddp, fsdp or auto, without zeroStage, with spec.parallelism.tensor or pipeline.degree above 1",
+        hint="set strategy to fsdp, ddp or auto and leave zeroStage out, or set tensor and pipeline.degree to 1",
+    ),
+    Constraint(
+        "spread-models-shard-over-all-replicas",
+        "parallelism.sharding",
+        when=(none_of("model_ranks", 1),),
+        needs=(none_of("sharding", "hybrid"),),
+        rule="must be full or grad-op with spec.parallelism.tensor or pipeline.degree above 1",
+        hint="set it to full or grad-op",
+    ),
+    Constraint(
+        "spread-models-keep-state-on-devices",
+        "parallelism.offload",
+        when=(none_of("model_ranks", 1),),
+        needs=(one_of("offload", "none+none"),),
+        rule="of optimizer state or parameters cannot be combined with spec.parallelism.tensor or pipeline.degree "
+        "above 1",
+        hint="leave it out",
     ),
     Constraint(
         "model-parallel-trains-all-weights",

@@ -123,6 +123,8 @@ class DataFacts(Message):
 
 BF16_FROM = (8, 0)
 """Compute capability of Ampere, the first chips with units for bf16."""
+TF32_FROM = (8, 0)
+"""Compute capability of Ampere, the first chips whose tensor cores multiply fp32 in TF32."""
 FP8_FROM = (8, 9)
 """Compute capability of Ada, the first chips whose tensor cores multiply in fp8."""
 

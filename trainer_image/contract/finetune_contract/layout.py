@@ -35,6 +35,19 @@ ENV_INDEX = "JOB_COMPLETION_INDEX"
 ENV_FORWARD = "FINETUNE_FORWARD_ENV"
 """Names of further variables, comma-separated, that mpirun forwards to the ranks in other pods: the user's own."""
 SERVE_PORT = 8080
+METRICS_PATH = "/metrics"
+INFERENCE_PATHS = (
+    "/",
+    "/models/{name}",
+    "/v2/models/{name}/infer",
+    "/v1/completions",
+    "/v1/chat/completions",
+)
+"""Paths of requests to a server's model, as the label `path` of its metrics has them."""
+REQUESTS_METRIC = "finetune_serving_requests"
+"""Counter of a server's answers, with the labels `path` and `code`."""
+LATENCY_METRIC = "finetune_serving_request_seconds"
+"""Histogram of the seconds until a server's answer, with the label `path`."""
 """Port of a server of the model in its pod."""
 ENV_SERVE_TOKEN = "FINETUNE_SERVE_TOKEN"
 """Bearer token that requests to a model server must carry, from a Secret that the job names; unset: none."""

@@ -95,6 +95,10 @@ class Progress(Message):
     remaining_seconds: float | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
     """Further metrics, e.g. `eval_accuracy`."""
+    devices: MeasuredDevices | None = None
+    """GPUs as the ranks measured them. Only from the built-in training loop on GPUs."""
+    communication: Communication | None = None
+    """Transports between the processes. Only from train on several GPUs; None: unknown."""
     time: float
     """Unix time in seconds."""
 
@@ -109,6 +113,10 @@ class KubeflowMetric(Message):
 
     name: str
     value: str
+
+
+DEVICES, COMMUNICATION = "devices", "communication"
+"""Metrics of the protocol whose values are JSON: `MeasuredDevices` and `Communication`."""
 
 
 class KubeflowStatus(Message):

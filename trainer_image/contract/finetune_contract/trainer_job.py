@@ -275,6 +275,10 @@ class CheckpointSchedule(Order):
     on_preemption: bool = True
     """True to save when SIGTERM arrives."""
     resume: bool = True
+    asynchronous: Annotated[bool, Field(exclude_if=lambda asynchronous: not asynchronous)] = False
+    """True if the training goes on while a thread writes a checkpoint from a copy of the state in host memory; not for
+    the last one, nor for one when SIGTERM arrives. Omitted if false: older images do not know it.
+    """
     signed: Annotated[bool, Field(exclude_if=lambda signed: not signed)] = False
     """True if checkpoints are signed, and only signed ones read. Omitted if false: older images do not know it."""
 
@@ -304,6 +308,12 @@ class Training(Order):
     checkpoints: CheckpointSchedule
     arguments: dict[str, JsonValue] = Field(default_factory=dict)
     """Further fields of `transformers.TrainingArguments`, as the user wrote them."""
+
+    @model_validator(mode="after")
+    def _copies_its_state(self) -> Training:
+        if self.checkpoints.asynchronous and self.strategy.name not in WHOLE_CHECKPOINTS:
+            raise ValueError(f"checkpoints.asynchronous is for {', '.join(WHOLE_CHECKPOINTS)}")
+        return self
 
     @property
     def in_four_bits(self) -> bool:

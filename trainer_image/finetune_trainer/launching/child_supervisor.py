@@ -119,6 +119,10 @@ class ChildSupervisor:
         if self._attached:
             threading.Thread(target=_kill_at_end_of_input, name="stdin", daemon=True).start()
 
+    def kill(self) -> None:
+        """Kill the program and its descendants at once; from any thread, while `wait` waits in the main one."""
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
     def wait(self) -> End:
         """Wait for the program's end, and kill its remaining descendants."""
         assert self._program is not None, "nothing was started"

@@ -36,12 +36,14 @@ from finetune_contract.trainer_job import Script, TrainerJob
 from finetune_trainer.distributed import ProcessWorld, settle_rank
 from finetune_trainer.failures import StageError, classify_text
 from finetune_trainer.files import share
+from finetune_trainer.findings import Findings
 from finetune_trainer.launching.child_supervisor import ChildSupervisor, End, grace_seconds
 from finetune_trainer.models import WEIGHT_FILES
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics
 from finetune_trainer.scripts import site
 from finetune_trainer.scripts.code import Program, open_code
+from finetune_trainer.scripts.network_watch import network_watch
 from finetune_trainer.scripts.relay import relayed
 from finetune_trainer.scripts.script_inputs import Origin, check_origin, former_model, make_folders, variables
 from finetune_trainer.training.interruption import preempted
@@ -82,10 +84,16 @@ class Result:
 
 
 def run_program(
-    job: TrainerJob, script: Script, paths: JobPaths, progress: ProgressSink, world: ProcessWorld
+    job: TrainerJob,
+    script: Script,
+    paths: JobPaths,
+    progress: ProgressSink,
+    world: ProcessWorld,
+    findings: Findings | None = None,
 ) -> Result:
-    """Run this rank to its end. StageErrors: PREEMPTED, those of `open_code` and `check_origin`, that of the program's
-    end, and PROGRAM `NoModel` if it succeeded without a model.
+    """Run this rank to its end, and note the network that it used in `findings`. StageErrors: PREEMPTED, those of
+    `open_code`, `check_origin` and `NetworkWatch`, that of the program's end, and PROGRAM `NoModel` if it succeeded
+    without a model.
     """
     started = time.monotonic()
     program = open_code(script, paths)
@@ -100,8 +108,13 @@ def run_program(
     start = "from the beginning" if resumed is None else f"from {Path(resumed).name}"
     label = f"{script.entry_point} of commit {program.commit}"
     log.info("%s runs as rank %d of %d, %s.", label, world.rank, world.size, start)
+    supervisor = ChildSupervisor(grace_seconds=grace_seconds())
+    watch = network_watch(environment, script.world, world.rank, supervisor.kill)
     with relayed(environment, progress) as child_environment:
-        end = ChildSupervisor(grace_seconds=grace_seconds()).run(command, child_environment, program.folder)
+        supervisor.start(command, child_environment, program.folder)
+        watch.start()
+        end = supervisor.wait()
+    (findings or Findings()).communication = watch.end(failed=end.code != EXIT_OK and end.stop_requested_at is None)
     _check_end(end, program, world)
     if not world.is_main:
         return Result({}, {})

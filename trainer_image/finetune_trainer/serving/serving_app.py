@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
+from finetune_contract.layout import METRICS_PATH
 from finetune_trainer.serving import hugging_face_json, open_inference
 from finetune_trainer.serving import page as page_of
 from finetune_trainer.serving.http_json import json_response, parameters_of, read_json
@@ -31,7 +32,7 @@ from finetune_trainer.serving.request_rows import RequestError
 from finetune_trainer.serving.server_state import ServerState
 from finetune_trainer.serving.serving_metrics import CONTENT_TYPE
 
-_OPEN = ("/v2/health/live", "/v2/health/ready", "/metrics")
+_OPEN = ("/v2/health/live", "/v2/health/ready", METRICS_PATH)
 """Paths without a token: probes and scrapes have none."""
 _PAGE = ("GET /", "GET /page/{name}")
 """Open as well: a browser loads the page first, which then asks for the token."""
@@ -154,7 +155,7 @@ class _Handlers:
             ("POST", "/v2/models/{name}/infer", self.infer),
             ("POST", "/", self.hugging_face),
             ("POST", "/models/{name}", self.hugging_face),
-            ("GET", "/metrics", self.metrics),
+            ("GET", METRICS_PATH, self.metrics),
             ("GET", "/openapi.json", self.openapi),
         ]
         if self._engine.job.task in OPENAI_TASKS:

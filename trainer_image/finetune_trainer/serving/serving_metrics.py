@@ -5,6 +5,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from finetune_contract.layout import LATENCY_METRIC, REQUESTS_METRIC
+
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -16,10 +18,10 @@ class ServingMetrics:
 
     def __init__(self, model: str, task: str, revision: str) -> None:
         self._registry = CollectorRegistry()
-        names, seconds = ["path", "code"], "finetune_serving_request_seconds"
+        names = ["path", "code"]
         own = self._registry
-        self.requests = Counter("finetune_serving_requests", "Requests answered.", names, registry=own)
-        self.seconds = Histogram(seconds, "Time of a request.", ["path"], buckets=_SECONDS, registry=own)
+        self.requests = Counter(REQUESTS_METRIC, "Requests answered.", names, registry=own)
+        self.seconds = Histogram(LATENCY_METRIC, "Time of a request.", ["path"], buckets=_SECONDS, registry=own)
         self.queue = Gauge("finetune_serving_queue_rows", "Rows that wait or are computed.", registry=own)
         self.in_flight = Gauge("finetune_serving_requests_in_flight", "Requests that wait for an answer.", registry=own)
         self._rows = Histogram("finetune_serving_batch_rows", "Rows of a batch.", buckets=_ROWS, registry=own)

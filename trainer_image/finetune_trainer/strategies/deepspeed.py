@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from finetune_trainer.strategies.shard_files import StagedState
+
 _HPZ = "zero_hpz_partition_size"
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")
 """ZeRO++ (Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023)."""
@@ -263,6 +265,10 @@ class DeepSpeed:
         """Have the engine write one folder with the shards of all ranks, which it does not hash."""
         placed.wrapped.save_checkpoint(str(folder), exclude_frozen_parameters=placed.adapted)  # type: ignore[operator]
         return {}
+
+    def stage(self, placed: Placed) -> StagedState:
+        """Raise NotImplementedError: the engine gathers and writes its state in one call."""
+        raise NotImplementedError("DeepSpeed's checkpoints are not asynchronous; job.json refuses it.")
 
     def load(self, placed: Placed, part: CheckpointPart) -> None:
         """Have the engine read its shards. Raise StageError CHECKPOINT if it does not find them, or for a file that

@@ -6,7 +6,7 @@ We shard the model ourselves: for FSDP on CPU, accelerate would silently wrap th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from finetune_trainer.strategies.strategy_protocol import Placed, WeightsPlace, 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor import DTensor
     from transformers import PreTrainedModel
 
@@ -49,17 +50,9 @@ class FullySharded(FullState):
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
         """Convert and shard one block after the other, then the rest in the root."""
-        import torch
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-        inner = outer = MixedPrecisionPolicy()
-        if computes_in_bf16(self._precision) or self.scales_loss:
-            # Gradients are reduced in fp32: a sum over many ranks loses small ones in bf16, and exceeds the range of
-            # fp16. Only the root's output is fp32; a block's output goes into layers of the root, whose weights are in
-            # 16 bits by then.
-            half = torch.float16 if self.scales_loss else torch.bfloat16
-            inner = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
-            outer = replace(inner, output_dtype=torch.float32)
+        inner, outer = mixed_precision(self._precision)
         offload = OffloadPolicy()
         if self._settings.offload_parameters == "cpu":
             offload = CPUOffloadPolicy(pin_memory=self._world.device == "cuda")
@@ -115,10 +108,7 @@ class FullySharded(FullState):
             assert isinstance(parameter, DTensor)
             self._assert_spread(name, parameter)
         blocks = transformer_blocks(placed.model)
-        loose = [block for block in blocks if not isinstance(block, FSDPModule)]
-        found = f"{len(loose)} of {len(blocks)} transformer blocks have no groups of their own"
-        expect(bool(blocks) and not loose, self.name, "BlocksNotSharded", found)
-        self._assert_groups(placed)
+        expect_groups(placed.wrapped, blocks, self._settings)
 
     def _assert_spread(self, name: str, parameter: DTensor) -> None:
         """Expect shards over all processes; hybrid: over those of a node, with a copy on each node."""
@@ -135,21 +125,42 @@ class FullySharded(FullState):
         right = apart == kinds and list(mesh.shape) == planned and mesh.device_type == world.device
         expect(right, self.name, "WrongMesh", problem)
 
-    def _assert_groups(self, placed: Placed) -> None:
-        """Check whether blocks reshard after forward, and where shards are; torch has it in private fields only."""
-        from torch.distributed.fsdp import FSDPModule
 
-        blocks = transformer_blocks(placed.model)
-        again, offloaded = self._settings.fsdp_sharding != "grad-op", self._settings.offload_parameters == "cpu"
-        sharded = [module for module in placed.wrapped.modules() if isinstance(module, FSDPModule)]
-        for module, group in ((each, group) for each in sharded for group in each._get_fsdp_state()._fsdp_param_groups):
-            if any(module is block for block in blocks):
-                resharded = group.post_forward_mesh_info is not None
-                found = f"blocks {'release' if resharded else 'keep'} their parameters after forward"
-                expect(resharded == again, self.name, "WrongSharding", f"{found}, requested was the opposite")
-            moved = all(each.offload_to_cpu for each in group.fsdp_params)
-            found = f"shards are {'in host memory' if moved else 'on the device'}, requested was the opposite"
-            expect(moved == offloaded, self.name, "WrongOffload", found)
+def mixed_precision(precision: Precision) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+    """Return the policies of the blocks and of the root.
+
+    Gradients are reduced in fp32: a sum over many ranks loses small ones in bf16, and exceeds the range of fp16. Only
+    the root's output is fp32; a block's output goes into layers of the root, whose weights are in 16 bits by then.
+    """
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if not computes_in_bf16(precision) and precision != "fp16":
+        return MixedPrecisionPolicy(), MixedPrecisionPolicy()
+    half = torch.float16 if precision == "fp16" else torch.bfloat16
+    inner = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    return inner, replace(inner, output_dtype=torch.float32)
+
+
+def expect_groups(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], settings: StrategySettings) -> None:
+    """Expect groups of their own for `blocks`, which reshard after forward as requested, and shards in the requested
+    place; torch has these in private fields only.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    loose = [block for block in blocks if not isinstance(block, FSDPModule)]
+    found = f"{len(loose)} of {len(blocks)} transformer blocks have no groups of their own"
+    expect(bool(blocks) and not loose, settings.label, "BlocksNotSharded", found)
+    again, offloaded = settings.fsdp_sharding != "grad-op", settings.offload_parameters == "cpu"
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module, group in ((each, group) for each in sharded for group in each._get_fsdp_state()._fsdp_param_groups):
+        if any(module is block for block in blocks):
+            resharded = group.post_forward_mesh_info is not None
+            found = f"blocks {'release' if resharded else 'keep'} their parameters after forward"
+            expect(resharded == again, settings.label, "WrongSharding", f"{found}, requested was the opposite")
+        moved = all(each.offload_to_cpu for each in group.fsdp_params)
+        found = f"shards are {'in host memory' if moved else 'on the device'}, requested was the opposite"
+        expect(moved == offloaded, settings.label, "WrongOffload", found)
 
 
 def _whole(module: torch.nn.Module) -> list[torch.nn.Parameter]:

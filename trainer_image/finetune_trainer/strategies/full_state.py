@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from finetune_trainer.strategies.optimizer_state import NamedState
+    from finetune_trainer.strategies.shard_files import StagedState
 
 WEIGHTS = "weights.pt"
 OPTIMIZER = "optimizer.pt"
@@ -64,12 +65,19 @@ class FullState:
 
     def save(self, placed: Placed, folder: Path) -> Mapping[str, FileEntry]:
         """Write the shards of this process; of state that every process has, a share."""
+        return self._staged(placed, copied=False).write(folder)
+
+    def stage(self, placed: Placed) -> StagedState:
+        """Copy the shards of this process; of state that every process has, a share."""
+        return self._staged(placed, copied=True)
+
+    def _staged(self, placed: Placed, *, copied: bool) -> StagedState:
         from finetune_trainer.strategies.optimizer_state import named_state, parameter_names
-        from finetune_trainer.strategies.shard_files import write_state
+        from finetune_trainer.strategies.shard_files import stage_state
 
         weights = _weights(placed)  # first, as it returns parameters that a forward pass gathered to their shards
         optimizer = named_state(placed.optimizer, parameter_names(placed.model))
-        return write_state(folder, *stored_form(weights, optimizer)).entries
+        return stage_state(*stored_form(weights, optimizer), copied=copied)
 
     def load(self, placed: Placed, part: CheckpointPart) -> None:
         """Read the shards that this process needs."""
@@ -118,7 +126,7 @@ def _weights(placed: Placed) -> dict[str, torch.Tensor]:
 def stored_form(
     weights: Mapping[str, torch.Tensor], optimizer: NamedState
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors of a checkpoint and the rest, as `write_state` takes them."""
+    """Return the tensors of a checkpoint and the rest, as `stage_state` takes them."""
     numbers: dict[str, dict[str, Any]] = {}
     for (name, key), value in optimizer.numbers.items():
         numbers.setdefault(name, {})[key] = value

@@ -23,6 +23,7 @@ from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.distributed import barrier, patiently_gathered
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import FileEntry
+from finetune_trainer.strategies.divided_tensors import divided_like, is_divided, whole_of
 from finetune_trainer.strategies.full_state import (
     OPTIMIZER,
     WEIGHTS,
@@ -40,7 +41,7 @@ from finetune_trainer.strategies.optimizer_state import (
     parameter_names,
 )
 from finetune_trainer.strategies.pipeline import Pipeline
-from finetune_trainer.strategies.shard_files import write_state
+from finetune_trainer.strategies.shard_files import StagedState, stage_state
 from finetune_trainer.strategies.strategy_protocol import (
     Placed,
     ReplicaStep,
@@ -74,6 +75,8 @@ class ModelParallel(FullState):
     spreads_itself = True
     scales_loss = False
     takes_weights: WeightsPlace = "host"
+    _norm_over: tuple[str, ...] = (TENSOR, PIPELINE)
+    """Dimensions of the mesh whose processes have different gradients at the optimizer's step."""
 
     def __init__(self, training: Training) -> None:
         self._settings = training.strategy
@@ -136,8 +139,12 @@ class ModelParallel(FullState):
         model.to(self._device)  # type: ignore[arg-type]
         self._expect_same_answers(model, expected)
         if self.pipeline is not None:
-            self.pipeline.compute_in(self._precision)
+            self._compute_in_precision()
         return model
+
+    def _compute_in_precision(self) -> None:
+        assert self.pipeline is not None
+        self.pipeline.compute_in(self._precision)
 
     def _make_tied_groups(self) -> dict[str, Any]:
         """Create the groups of processes that share a weight, over all pipelines; every process creates all of them."""
@@ -178,7 +185,7 @@ class ModelParallel(FullState):
         expect(size == placed.world_size, self._label, "WrongMesh", found)
         held = dict(placed.model.named_parameters())
         planned = [name for name in split_weights(self._plan) if name in held]
-        whole = [name for name in planned if not _is_sharded(held[name])]
+        whole = [name for name in planned if not is_divided(held[name], TENSOR)]
         expect(
             not whole and (bool(planned) or self.shape.tensor == 1),
             self._label,
@@ -188,7 +195,7 @@ class ModelParallel(FullState):
         for name in planned:
             parameter = held[name]
             assert isinstance(parameter, DTensor)
-            shards = parameter.device_mesh.size()
+            shards = parameter.device_mesh[TENSOR].size()
             wrong = f"{name} is in {shards} shards, planned are {self.shape.tensor}"
             expect(shards == self.shape.tensor, self._label, "WrongMesh", wrong)
         if self.pipeline is not None:
@@ -217,14 +224,20 @@ class ModelParallel(FullState):
         """Sum gradients of which several processes of a replica have a part, and average all over the replicas, once a
         step.
         """
-        assert self._mesh is not None
         held = dict(model.named_parameters())
+        self._sum_inside_replica(held)
+        if self.shape.data > 1:
+            self._average_over_replicas(held)
+
+    def _sum_inside_replica(self, held: Mapping[str, torch.Tensor]) -> None:
+        assert self._mesh is not None
         self._sum_tied(held)
         for name in summed_weights(self._plan):
             if name in held:
                 distributed.all_reduce(_local_gradient(held[name]), group=self._mesh[TENSOR].get_group())
-        if self.shape.data == 1:
-            return
+
+    def _average_over_replicas(self, held: Mapping[str, torch.Tensor]) -> None:
+        assert self._mesh is not None
         group = self._mesh[DATA].get_group()
         parameters = [parameter for parameter in held.values() if parameter.requires_grad]
         # A weight that no row of any replica used keeps no gradient, as in one process: a gradient of 0 would decay it.
@@ -259,8 +272,8 @@ class ModelParallel(FullState):
                 continue  # counted where it has its first name
             own = torch.linalg.vector_norm(local).double().square()
             # A gradient that is whole on every tensor rank counts once.
-            squares += own if _is_sharded(parameter) else own / self.shape.tensor
-        for dimension in (TENSOR, PIPELINE):
+            squares += own if is_divided(parameter, TENSOR) else own / self.shape.tensor
+        for dimension in self._norm_over:
             if getattr(self.shape, dimension) > 1:
                 distributed.all_reduce(squares, group=self._mesh[dimension].get_group())
         norm = squares.sqrt().float()
@@ -309,6 +322,14 @@ class ModelParallel(FullState):
 
     def save(self, placed: Placed, folder: Path) -> Mapping[str, FileEntry]:
         """Write the parts of this process; of what several have, a share."""
+        return self._staged(placed, copied=False).write(folder)
+
+    def stage(self, placed: Placed) -> StagedState:
+        """Copy the parts of this process; of what several have, a share."""
+        return self._staged(placed, copied=True)
+
+    def _staged(self, placed: Placed, *, copied: bool) -> StagedState:
+        state = placed.model.state_dict()  # first, as it returns parameters that FSDP gathered to their shards
         optimizer = named_state(placed.optimizer, parameter_names(placed.model))
         everyone = patiently_gathered((optimizer.groups, optimizer.numbers))
         merged = NamedState(
@@ -321,16 +342,17 @@ class ModelParallel(FullState):
             },
             merged_groups([groups for groups, _ in everyone], self._tied),
         )
-        weights = {name: value for name, value in placed.model.state_dict().items() if name not in self._tied}
-        return write_state(folder, *stored_form(weights, merged)).entries
+        weights = {name: value for name, value in state.items() if name not in self._tied}
+        return stage_state(*stored_form(weights, merged), copied=copied)
 
     def load(self, placed: Placed, part: CheckpointPart) -> None:
         """Read the parts that this process needs."""
+        held = placed.model.state_dict()  # first, as in `save`
         parameters = {self._tied.get(name, name): value for name, value in parameter_names(placed.model).items()}
         if is_gathered(part):
             self._load_gathered(placed, part, parameters)
         else:
-            weights = {self._tied.get(name, name): value for name, value in placed.model.state_dict().items()}
+            weights = {self._tied.get(name, name): value for name, value in held.items()}
             load_shards(placed.optimizer, weights, parameters, part)
 
     def _load_gathered(
@@ -347,7 +369,7 @@ class ModelParallel(FullState):
         with torch.no_grad():
             for name, value in self._spread(weights):
                 if name in held:
-                    held[name].copy_(_like(value, held[name]))
+                    held[name].copy_(divided_like(value, held[name]))
         values = {(name, key): value for name, entries in optimizer["state"].items() for key, value in entries.items()}
         tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
         rest: list[Any] = [
@@ -360,7 +382,7 @@ class ModelParallel(FullState):
         for (name, key), value in self._spread(tensors):
             if name in parameters:
                 whole = value.shape == parameters[name].shape
-                state[name, key] = _like(value, parameters[name]) if whole else value
+                state[name, key] = divided_like(value, parameters[name]) if whole else value
         load_named_state(placed.optimizer, parameters, NamedState(state, numbers, groups))
 
     def _spread(self, tensors: Mapping[Any, torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -401,13 +423,6 @@ def _probe(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in outputs.items() if isinstance(value, torch.Tensor)}
 
 
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    # Packed matrices are split by a placement of another class than Shard.
-    return isinstance(tensor, DTensor) and not all(each.is_replicate() for each in tensor.placements)
-
-
 def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """Return this process's part of the gradient, zeros if there is none; changing it changes the gradient."""
     from torch.distributed.tensor import DTensor
@@ -425,19 +440,7 @@ def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
     """Return the unsharded tensor, on the CPU. Every process with a part must call it."""
-    from torch.distributed.tensor import DTensor
-
-    full = value.full_tensor() if isinstance(value, DTensor) else value
-    return full.detach().to("cpu", copy=True).contiguous()
-
-
-def _like(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """Return `value`, which every process has whole, sharded like `model`."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if not isinstance(model, DTensor):
-        return value
-    return distribute_tensor(value, model.device_mesh, model.placements, src_data_rank=None)
+    return whole_of(value).detach().to("cpu", copy=True).contiguous()
 
 
 def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -10,7 +10,7 @@ length, and each shape has a schedule of its own, created at its first use.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -48,6 +48,11 @@ class _Stage(nn.Module):
         self.batches: Sequence[Batch] = ()
         self.loss_of: LossOf | None = None
 
+    def own_weights(self) -> None:
+        """Register the model, which returns numbers in fp32, as under FSDP without a pipeline."""
+        self.inner = self.shell.model
+        self.shell.model.register_forward_hook(lambda module, given, outputs: _in_fp32(outputs))
+
     def forward(self, *hidden: torch.Tensor, micro: int) -> torch.Tensor:
         """Return hidden states or the loss; `micro`: index in `batches`."""
         batch = self._take(self.batches[micro], *hidden)
@@ -80,6 +85,14 @@ class _Stage(nn.Module):
         return torch.autocast(batch["input_ids"].device.type, dtype=torch.bfloat16)
 
 
+def _in_fp32(outputs: Any) -> Any:
+    """Return a model's outputs with their fractions in fp32."""
+    for name, value in outputs.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            outputs[name] = value.float()
+    return outputs
+
+
 class Pipeline:
     """Stages of this process, and the passes through them."""
 
@@ -110,12 +123,28 @@ class Pipeline:
             for stage in self.own
         }
 
-    def compute_in(self, precision: Precision) -> None:
-        """Switch from fp32 to `precision`: bf16 by autocast, with hidden states and their gradients sent in bf16."""
+    def compute_in(self, precision: Precision, *, autocast: bool = True) -> None:
+        """Switch from fp32 to `precision`: bf16 by autocast, or by weights that FSDP gathers in bf16, with hidden
+        states and their gradients sent in bf16.
+        """
         if precision == "bf16":
             self._sent = torch.bfloat16
         for stage in self._stages.values():
-            stage.precision, stage.sent = precision, self._sent
+            stage.precision, stage.sent = precision if autocast else "fp32", self._sent
+
+    @property
+    def stages(self) -> Sequence[nn.Module]:
+        """Stages of this process."""
+        return tuple(self._stages.values())
+
+    def stages_with_weights(self) -> Iterator[nn.Module]:
+        """Yield the stages of this process, each with its weights as its own, so that FSDP can shard them."""
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        for stage in self._stages.values():
+            stage.own_weights()
+            yield stage
+            register_fsdp_forward_method(stage, "evaluate")
 
     @property
     def _last_rank(self) -> int:

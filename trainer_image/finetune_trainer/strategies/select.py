@@ -14,6 +14,7 @@ from finetune_trainer.strategies.ddp import DataParallel
 from finetune_trainer.strategies.deepspeed import DeepSpeed
 from finetune_trainer.strategies.fsdp import FullySharded
 from finetune_trainer.strategies.model_parallel import ModelParallel, refuse_broken_passes
+from finetune_trainer.strategies.sharded_replicas import ShardedReplicas
 from finetune_trainer.strategies.single import Single
 from finetune_trainer.strategies.strategy_protocol import Strategy
 
@@ -42,7 +43,7 @@ def strategy_for(training: Training, deepspeed: Mapping[str, Any] | None, scratc
         return sequence.SequenceParallel(_around_whole_models(training, deepspeed, scratch), training)
     if settings.model_ranks > 1:
         refuse_broken_passes(training)
-        return ModelParallel(training)
+        return ShardedReplicas(training) if settings.name == "fsdp" else ModelParallel(training)
     return _around_whole_models(training, deepspeed, scratch)
 
 

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel
 
+    from finetune_trainer.strategies.shard_files import StagedState
+
 ATTENTION = "sequence_parallel"
 """Name of our attention in a model's config."""
 _PROBE_TOKENS = 4
@@ -136,6 +138,10 @@ class SequenceParallel:
     def save(self, placed: Placed, folder: Path) -> Mapping[str, FileEntry]:
         """Save as the strategy around it: the state does not depend on the slices."""
         return self._inner.save(placed, folder)
+
+    def stage(self, placed: Placed) -> StagedState:
+        """Copy the state of the inner strategy."""
+        return self._inner.stage(placed)
 
     def load(self, placed: Placed, part: CheckpointPart) -> None:
         """Load as the strategy around it."""

@@ -13,7 +13,7 @@ import json
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,9 +43,10 @@ from torch.futures import Future
 from finetune_contract.contract_models import Message
 from finetune_contract.layout import FailureClass
 from finetune_trainer.checkpoints import CheckpointPart
-from finetune_trainer.distributed import waiting_group
+from finetune_trainer.distributed import patiently_gathered, waiting_group
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import EntryName, FileEntry, write_hashed
+from finetune_trainer.strategies.divided_tensors import blocks_of
 from finetune_trainer.tensor_files import TensorForm, storage_order, type_name_of, type_of_name, write_tensors
 
 INDEX = "index.json"
@@ -87,20 +88,49 @@ class StateIndex(Message):
 
 
 @dataclass(frozen=True)
-class WrittenState:
-    """Files that this process wrote into the folder."""
+class StagedState:
+    """Files that this process writes: its parts of the state, divided among all processes."""
 
-    entries: Mapping[str, FileEntry]
-    """Name -> size and hash, taken while it was written."""
+    file: str
+    """Name of the file with the tensors."""
+    forms: Mapping[str, TensorForm]
+    tensors: Sequence[torch.Tensor]
+    """Tensors in the `storage_order` of `forms`: the model's own, or copies in host memory."""
+    index: str | None
+    """Content of the index, on rank 0."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors."""
+        return sum(form.size for form in self.forms.values())
+
+    def write(self, folder: Path) -> Mapping[str, FileEntry]:
+        """Write the files of all processes, and return those of this one, hashed meanwhile, by their names. Every rank
+        must call it. Raise the error of the first process that has one, on all of them.
+        """
+        entries: dict[str, FileEntry] = {}
+        mine: Exception | None = None
+        try:
+            if self.forms:
+                entries[self.file] = write_tensors(folder / self.file, self.forms, self.tensors)
+            if self.index is not None:
+                entries[INDEX] = write_hashed(folder / INDEX, self.index)
+        except Exception as error:  # goes to all processes
+            mine = error
+        failed = next((each for each in patiently_gathered(mine) if each is not None), None)
+        if failed is not None:
+            raise mine or failed
+        return entries
 
 
-def write_state(folder: Path, tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any]) -> WrittenState:
-    """Write the state of all processes into `folder`, and return the files of this one. Every rank must call it.
+def stage_state(tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any], *, copied: bool) -> StagedState:
+    """Divide the state of all processes, and return the part of this one. Every rank must call it.
 
     A name stands for the same tensor on all processes, of which each has all or a part. `rest`, of rank 0, must be
-    JSON. Raise the error of the first process that has one, on all of them.
+    JSON. `copied`: as a copy in host memory, so that the training can go on. Raise the error of the first process that
+    has one, on all of them.
     """
-    writer = _ShardWriter(folder, rest)
+    writer = _ShardStager(rest, copied)
     with _own_errors():
         save(
             {name: _checkpointable(tensor) for name, tensor in tensors.items()},
@@ -109,7 +139,7 @@ def write_state(folder: Path, tensors: Mapping[str, torch.Tensor], rest: Mapping
             process_group=waiting_group(),
             no_dist=not torch.distributed.is_initialized(),
         )
-    return WrittenState(writer.entries)
+    return StagedState(writer.file, writer.forms, writer.tensors, writer.index)
 
 
 def read_index(part: CheckpointPart) -> StateIndex:
@@ -143,28 +173,22 @@ def read_state(part: CheckpointPart, index: StateIndex, tensors: Mapping[str, to
 
 def _checkpointable(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` in a form whose parts DCP knows. A process has several parts of a packed matrix, one of each of
-    the matrices side by side, for which DCP computes wrong places (torch 2.15).
+    the matrices side by side, and data ranks cut what tensor ranks have; DCP computes wrong places for both (torch
+    2.15).
     """
-    if not isinstance(tensor, DTensor) or not any(isinstance(each, _StridedShard) for each in tensor.placements):
+    if not isinstance(tensor, DTensor):
         return tensor
-    (placement,) = tensor.placements
-    assert isinstance(placement, _StridedShard)
+    several = sum(not each.is_replicate() for each in tensor.placements) > 1
+    if not several and not any(isinstance(each, _StridedShard) for each in tensor.placements):
+        return tensor
     given: Any = tensor.detach()
-    dimension, packed = placement.dim % tensor.dim(), placement.split_factor
+    blocks = blocks_of(given)
     local = given.to_local()
     local = local.view_as(local)  # DCP finds the places as attributes, which the model's own tensor must not get
-    processes, rank = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank()
-    stride, width = tensor.shape[dimension] // packed, local.shape[dimension] // packed
-    if width * processes * packed != tensor.shape[dimension]:
-        raise ValueError(f"{tuple(tensor.shape)} of {packed} matrices is not divided evenly among {processes}.")
-
-    def at(offset: int) -> tuple[int, ...]:
-        return tuple(offset if each == dimension else 0 for each in range(tensor.dim()))
-
     local.global_shape = tuple(tensor.shape)
-    local.global_offsets = tuple(at(number * stride + rank * width) for number in range(packed))
-    local.local_offsets = tuple(at(number * width) for number in range(packed))
-    local.local_sizes = (tuple(width if each == dimension else size for each, size in enumerate(local.shape)),) * packed
+    local.global_offsets = tuple(block.offsets for block in blocks)
+    local.local_offsets = tuple(block.local_offsets for block in blocks)
+    local.local_sizes = tuple(block.sizes for block in blocks)
     return local  # type: ignore[no-any-return]
 
 
@@ -221,13 +245,15 @@ class _Place:
 
 
 @dataclass
-class _ShardWriter(StorageWriter):
-    """DCP's storage while it writes."""
+class _ShardStager(StorageWriter):
+    """DCP's storage, to which it gives the parts that a process is to write."""
 
-    folder: Path
     rest: Mapping[str, Any]
-    entries: dict[str, FileEntry] = field(default_factory=dict)
-    _rank: int = 0
+    copied: bool
+    file: str = ""
+    forms: Mapping[str, TensorForm] = field(default_factory=dict)
+    tensors: Sequence[torch.Tensor] = ()
+    index: str | None = None
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Do nothing: the folder is a new one."""
@@ -242,8 +268,8 @@ class _ShardWriter(StorageWriter):
         return None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Remember the rank, which is in the name of the file."""
-        self._rank = kwargs.get("rank", 0)
+        """Name the file by the rank."""
+        self.file = f"shard-{kwargs.get('rank', 0):05}.safetensors"
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse what is not a tensor."""
@@ -257,21 +283,19 @@ class _ShardWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the parts of this process, one piece of one tensor after another."""
-        name = f"shard-{self._rank:05}.safetensors"
+        """Keep the parts of this process, or copies."""
         items = _by_part_name(plan)
         forms = {part: TensorForm(_properties(item).dtype, tuple(_chunk(item).sizes)) for part, item in items.items()}
-        if items:
-            values = (planner.resolve_data(items[part]) for part in storage_order(forms))
-            self.entries[name] = write_tensors(self.folder / name, forms, values)  # type: ignore[arg-type]
+        parts: Any = (planner.resolve_data(items[part]) for part in storage_order(forms))
+        self.forms, self.tensors = forms, [_host_copy(part) if self.copied else part for part in parts]
         written: Future[list[WriteResult]] = Future()
         written.set_result(
-            [WriteResult(item.index, forms[part].size, _Place(name, part)) for part, item in items.items()]
+            [WriteResult(item.index, forms[part].size, _Place(self.file, part)) for part, item in items.items()]
         )
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index, on rank 0."""
+        """Compose the index, on rank 0."""
         parts: dict[str, list[StoredPart]] = defaultdict(list)
         chunks = {
             (name, tuple(chunk.offsets)): tuple(chunk.sizes)
@@ -294,8 +318,12 @@ class _ShardWriter(StorageWriter):
             if isinstance(tensor, TensorStorageMetadata)
         }
         rest = json.loads(json.dumps(self.rest))
-        index = StateIndex(tensors=tensors, rest=rest)
-        self.entries[INDEX] = write_hashed(self.folder / INDEX, index.model_dump_json(by_alias=True))
+        self.index = StateIndex(tensors=tensors, rest=rest).model_dump_json(by_alias=True)
+
+
+def _host_copy(part: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory."""
+    return torch.empty(part.shape, dtype=part.dtype).copy_(part.detach())
 
 
 def _by_part_name(plan: SavePlan) -> dict[str, WriteItem]:

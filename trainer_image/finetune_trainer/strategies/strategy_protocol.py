@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune_trainer.strategies.pipeline import Pipeline
+    from finetune_trainer.strategies.shard_files import StagedState
 
 
 WeightsPlace = Literal["files", "host", "device"]
@@ -112,8 +113,13 @@ class Strategy(Protocol):
         hashed meanwhile, by their names below `folder`; others hash the rest. Every rank must call it.
         """
 
+    def stage(self, placed: Placed) -> StagedState:
+        """Copy weights and optimizer state into host memory, from which a thread writes the files of `save` while the
+        training goes on. Every rank must call it. Raise NotImplementedError for a strategy without such copies.
+        """
+
     def load(self, placed: Placed, part: CheckpointPart) -> None:
-        """Read the files written by `save`. Every rank must call it."""
+        """Read the files written by `save` or from the result of `stage`. Every rank must call it."""
 
     def why_not_from(self, manifest_strategy: str, manifest_world_size: int, world_size: int) -> str | None:
         """Return why a checkpoint of that strategy and world cannot be continued here; None if it can."""

@@ -100,8 +100,13 @@ class Saver(Protocol):
     def due(self, step: int, *, by_clock: bool) -> bool:
         """Return whether to save after `step`; the same answer on every rank."""
 
-    def save(self, loop: TrainingLoop) -> None:
-        """Save a checkpoint; every rank calls it."""
+    def save(self, loop: TrainingLoop, *, wait: bool) -> None:
+        """Save a checkpoint, and `wait` until it is valid, or let it be written beside the training; every rank calls
+        it.
+        """
+
+    def finish(self) -> None:
+        """Wait for a checkpoint that is written beside the training; every rank calls it."""
 
     def resume(self, loop: TrainingLoop) -> None:
         """Restore model, optimizer, schedule, the count of steps, and the generators; every rank calls it."""
@@ -206,6 +211,9 @@ class TrainingLoop:
             clock.enter("rest")
             self._report(started, *engine.figures(loss, done), done.learning_rate)
             self._validate_and_save(agreed)
+        clock.enter("checkpoint")
+        self.parts.saver.finish()
+        clock.enter("rest")
         self._notify_trackers("on_train_end")
 
     # ---------------------------------------------------------------------------------------------------------- set-up
@@ -382,12 +390,14 @@ class TrainingLoop:
         if saves:
             clock.enter("checkpoint")
             give_back_freed_memory()
-            self.parts.saver.save(self)
+            # Nothing goes on beside the last one, and nobody waits for a thread of a process that is being evicted.
+            self.parts.saver.save(self, wait=last or stop or self._stopped)
             give_back_freed_memory()
             clock.enter("rest")
         if validates or saves:
             self.parts.observer.on_pause(step, clock.lap())
         if stop:
+            self.parts.saver.finish()
             raise preempted(f"after step {step} of {self.state.max_steps}")
 
     def _validate(self, step: int) -> None:

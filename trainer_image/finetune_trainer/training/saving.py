@@ -6,6 +6,9 @@ import json
 import logging
 import random
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,13 +18,23 @@ import torch
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import MOST_SAVING, CheckpointSchedule
 from finetune_trainer.checkpoints import Checkpoint, CheckpointStore, refuse_other_job
-from finetune_trainer.distributed import ProcessWorld, barrier, patiently_gathered, patiently_shared
+from finetune_trainer.distributed import (
+    ProcessWorld,
+    barrier,
+    new_waiting_group,
+    patiently_gathered,
+    patiently_shared,
+    waiting_in,
+)
 from finetune_trainer.failures import StageError
+from finetune_trainer.files import FileEntry
 from finetune_trainer.spread_hashing import SpreadHashing, work_of_rank_0
 from finetune_trainer.storage import storage_errors_named
 from finetune_trainer.strategies.strategy_protocol import Strategy
+from finetune_trainer.training.background_work import BackgroundWork
 
 if TYPE_CHECKING:
+    from finetune_trainer.strategies.shard_files import StagedState
     from finetune_trainer.training.loop import TrainingLoop
 
 log = logging.getLogger(__name__)
@@ -77,8 +90,12 @@ class RunSaver:
         self._saved_any = False
         self._saved_at = time.monotonic()
         self._saving_seconds = 0.0
-        """Duration of the last checkpoint."""
+        """Time that the training waited for the last checkpoint."""
         self._working_since: float | None = None
+        self._writing: BackgroundWork | None = None
+        """Checkpoint that a thread writes; None: there is none."""
+        self._group = new_waiting_group() if schedule.asynchronous else None
+        """Processes of the threads: collectives of the training and theirs come in any order."""
 
     def find(self) -> Path | None:
         """Return the checkpoint to resume from, the same on every rank; None to start at step 0."""
@@ -115,12 +132,15 @@ class RunSaver:
 
     def wants(self) -> bool:
         """Return True by the clock, when the schedule is in minutes, or when more unsaved work could be lost than
-        allowed; then checkpoints are so far apart that saving takes at most `MOST_SAVING` of the time.
+        allowed; then checkpoints are so far apart that saving takes at most `MOST_SAVING` of the time, and no training
+        waits for the one before. Return True at once where writing failed, as `save` raises the error on all ranks.
         """
+        if self._writing is not None and self._writing.failed:
+            return True
         now, minutes, within = time.monotonic(), self._schedule.every_minutes, self._schedule.within_minutes
         if minutes is not None:
             return now - self._saved_at >= 60 * minutes
-        if within is None:
+        if within is None or (self._writing is not None and not self._writing.done):
             return False
         if self._working_since is None:  # time before the first step is not lost work
             self._working_since = now
@@ -131,31 +151,60 @@ class RunSaver:
         """Return True by steps or by the clock; only by the clock when the schedule is in minutes."""
         return by_clock or (self._schedule.every_minutes is None and step % self._schedule.every_steps == 0)
 
-    def save(self, loop: TrainingLoop) -> None:
-        """Write every rank's part; rank 0 seals the checkpoint. Returns on all ranks when it is valid."""
-        step = loop.state.global_step
-        started = time.monotonic()
+    def save(self, loop: TrainingLoop, *, wait: bool) -> None:
+        """Write every rank's part; rank 0 seals the checkpoint. Return on all ranks when it is valid.
+
+        If the schedule is asynchronous, and not to `wait`: return once the state is copied, of which a thread of each
+        rank writes its part. First wait for the checkpoint that is still being written, as `finish`.
+        """
+        self.finish()
+        step, started = loop.state.global_step, time.monotonic()
+        staged: StagedState | None = None
+        with self._errors_of(step):
+            self._begin(loop, step)
+            if wait or not self._schedule.asynchronous:
+                self._seal(step, self._strategy.save(loop.placed, self._store.partial(step) / _STATE))
+            else:
+                staged = self._strategy.stage(loop.placed)
+        self.saved(time.monotonic() - started)
+        if staged is None:
+            log.info("Checkpoint of step %d written in %.1f s.", step, self._saving_seconds)
+        else:
+            work = partial(self._write_staged, step, staged, self._saving_seconds)
+            self._writing = BackgroundWork(f"checkpoint-{step}", work)
+
+    def saved(self, seconds: float) -> None:
+        """Record that the training waited so long for a checkpoint."""
+        self._saved_at, self._saving_seconds = time.monotonic(), seconds
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that threads write is valid; raise their error. Every rank must call it."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        started, under_way = time.monotonic(), not writing.done
+        writing.wait()
+        if under_way:
+            log.info("Training waited %.1f s for the checkpoint before this one.", time.monotonic() - started)
+
+    @contextmanager
+    def _errors_of(self, step: int) -> Iterator[None]:
+        """Name the errors of a full volume, and free the space of a checkpoint that could not be written."""
         try:
             with storage_errors_named(self._store.partial(step), f"the checkpoint of step {step}"):
-                self._write(loop, step)
+                yield
         except BaseException:
             if self._world.is_main:
                 self._store.abandon(step)
             raise
-        self.saved(time.monotonic() - started)
-        log.info("Checkpoint of step %d written in %.1f s.", step, self._saving_seconds)
 
-    def saved(self, seconds: float) -> None:
-        """Record that a checkpoint was written, and its duration."""
-        self._saved_any, self._saved_at, self._saving_seconds = True, time.monotonic(), seconds
-
-    def _write(self, loop: TrainingLoop, step: int) -> None:
+    def _begin(self, loop: TrainingLoop, step: int) -> None:
+        """Create the folder, with all but the state of model and optimizer, which is small."""
         folder, main = self._store.partial(step), self._world.is_main
         if main:
             self._store.begin(step)
             (folder / _STATE).mkdir()
         barrier()
-        written = self._strategy.save(loop.placed, folder / _STATE)
         torch.save(random_state(), folder / _random_name(self._world.rank))
         if main:
             torch.save(loop.engine.schedule.state_dict(), folder / _SCHEDULER)
@@ -163,8 +212,21 @@ class RunSaver:
             if loop.engine.scaling:
                 (folder / _SCALING).write_text(json.dumps(loop.engine.scaling), encoding="utf-8")
             loop.state.save_to_json(str(folder / _TRAINER_STATE))
+
+    def _write_staged(self, step: int, staged: StagedState, paused: float) -> None:
+        """Write a copied state and seal the checkpoint, in a thread beside the training."""
+        started = time.monotonic()
+        with waiting_in(self._group), self._errors_of(step):
+            self._seal(step, staged.write(self._store.partial(step) / _STATE))
+        text = (
+            "Checkpoint of step %d written in %.1f s beside the training, which waited %.1f s for a copy of %.2f GiB."
+        )
+        log.info(text, step, time.monotonic() - started, paused, staged.size / 2**30)
+
+    def _seal(self, step: int, written: Mapping[str, FileEntry]) -> None:
+        """Have rank 0 seal the checkpoint of files `written` by this rank. Return on all ranks when it is valid."""
         self._hashing.wrote(patiently_gathered({f"{_STATE}/{name}": entry for name, entry in written.items()}))
-        with work_of_rank_0(self._world.rank, self._hashing):
+        with work_of_rank_0(self._world.rank, self._hashing) as main:
             if main:
                 self._store.commit(
                     step,
@@ -174,6 +236,7 @@ class RunSaver:
                     first_of_run=self._source is None and not self._saved_any,
                 )
         barrier()
+        self._saved_any = True
 
     def resume(self, loop: TrainingLoop) -> None:
         """Restore the loop and the stopper from the checkpoint that `find` chose, the generators last."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import types
 import typing
 from collections.abc import Mapping
@@ -11,15 +12,18 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune_contract.arguments import check_arguments
+from finetune_contract.arguments import allows_tf32, check_arguments
 from finetune_contract.choices import OptimizerName
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import Training
+from finetune_trainer.device_units import has_tf32
 from finetune_trainer.distributed import COLLECTIVE_TIMEOUT
 from finetune_trainer.failures import StageError
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+log = logging.getLogger(__name__)
 
 _OPTIMIZERS: Mapping[OptimizerName, str] = {"adamw": "adamw_torch_fused", "adafactor": "adafactor", "sgd": "sgd"}
 """Names in transformers. Unfused, AdamW on a CPU passes over each weight a dozen times."""
@@ -91,7 +95,7 @@ def training_arguments(training: Training, output: Path, strategy_arguments: Map
     }
     # The trackers of report_to are opened by `tracking`, which passes the loop their callbacks.
     free = {name: value for name, value in training.arguments.items() if name != "report_to"}
-    merged: dict[str, Any] = {**fields, **strategy_arguments, **free}
+    merged: dict[str, Any] = {**fields, **strategy_arguments, **free, **tf32_setting(training)}
     try:
         arguments = TrainingArguments(**merged)
         if arguments.dataloader_persistent_workers and not arguments.dataloader_num_workers:
@@ -102,6 +106,18 @@ def training_arguments(training: Training, output: Path, strategy_arguments: Map
         return arguments
     except (ValueError, TypeError) as error:
         raise refused_arguments(error) from error
+
+
+def tf32_setting(training: Training) -> dict[str, object]:
+    """Return the field that has a training in fp32 multiply in TF32 where its GPU does; torch leaves it off."""
+    if training.world.device == "cpu" or not allows_tf32(training.precision, training.arguments):
+        return {}
+    import torch
+
+    if not has_tf32(torch.cuda.get_device_properties(torch.cuda.current_device())):
+        return {}
+    log.info("Matrix products of fp32 are computed in TF32; training.arguments.tf32: false turns it off.")
+    return {"tf32": True}
 
 
 def refused_arguments(error: Exception) -> StageError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -11,7 +12,7 @@ from pydantic.alias_generators import to_snake
 from finetune_contract.choices import RUNG_TASKS
 from finetune_operator.api.quantities import parse_quantity, size_hint, too_small_rule
 from finetune_operator.api.rules.rule import Holds, Rule, is_one_of
-from finetune_operator.api.types import AcceleratorSpec, FineTuneJobSpec
+from finetune_operator.api.types import AcceleratorSpec, EndpointSpec, FineTuneJobSpec
 from finetune_operator.launchers.launcher_rows import SUPPORTED
 
 RESERVED_PREFIXES = (
@@ -66,6 +67,17 @@ SIZES: Mapping[str, tuple[str, str]] = {
 """Field -> the smallest plausible value, and a usual one. An interpreter that has imported torch takes 200 MiB."""
 MOST_CORES = 2048
 """Maximum cores: above the largest machines of the clouds, which have 1,920."""
+
+
+def least_canary_percent(endpoint: EndpointSpec) -> int:
+    """Return the share of one server beside those that serve, in percent, rounded up."""
+    return math.ceil(100 / (endpoint.replicas + 1))
+
+
+def _canary_percent(spec: FineTuneJobSpec) -> int:
+    """Return the maximum share of a canary in percent; 100 if there is no limit."""
+    traffic = None if spec.endpoint is None else spec.endpoint.traffic
+    return 100 if traffic is None or traffic.canary_percent is None else traffic.canary_percent
 
 
 def _serves_rung(spec: FineTuneJobSpec) -> bool:
@@ -256,6 +268,28 @@ RULES: tuple[Rule, ...] = (
         lambda spec: spec.endpoint is None or spec.endpoint.tolerance is None or spec.endpoint.optimization != "none",
         "has no effect while spec.endpoint.optimization is none",
         "leave one of the two out",
+    ),
+    Rule(
+        "canary-is-whole-servers",
+        "endpoint.traffic.canaryPercent",
+        "!has(self.endpoint) || !has(self.endpoint.traffic) || !has(self.endpoint.traffic.canaryPercent)"
+        " || self.endpoint.traffic.canaryPercent * (self.endpoint.replicas + 1) >= 100",
+        lambda spec: spec.endpoint is None or least_canary_percent(spec.endpoint) <= _canary_percent(spec),
+        "is less than the share of one server beside spec.endpoint.replicas",
+        "increase it or spec.endpoint.replicas, or leave it out for one server",
+        advice=lambda spec: (
+            f"set it to {0 if spec.endpoint is None else least_canary_percent(spec.endpoint)} or more, "
+            "increase spec.endpoint.replicas, or leave it out for one server"
+        ),
+        reads=("endpoint.traffic.canaryPercent", "endpoint.replicas"),
+    ),
+    Rule(
+        "no-canary-by-kserve",
+        "endpoint.traffic",
+        "!has(self.endpoint) || !has(self.endpoint.traffic) || self.endpoint.runtime != 'kserve'",
+        lambda spec: spec.endpoint is None or spec.endpoint.traffic is None or spec.endpoint.runtime != "kserve",
+        "needs a Deployment: spec.endpoint.runtime kserve has no canary in this version",
+        "leave it out, or set spec.endpoint.runtime to deployment",
     ),
     *(_size_rule(path, least, usual) for path, (least, usual) in SIZES.items()),
     Rule(

@@ -56,6 +56,7 @@ from finetune_operator.api.types.job_spec import FineTuneJobSpec
 from finetune_operator.api.types.job_status import (
     AdaptationStatus,
     ArtifactsStatus,
+    CanaryStatus,
     Capacity,
     ChildReference,
     CommunicationStatus,
@@ -73,6 +74,7 @@ from finetune_operator.api.types.job_status import (
     PlanCheckStatus,
     PlanStatus,
     ProgressStatus,
+    RequestsStatus,
     RevisionStatus,
     SpotStatus,
     StageStatus,
@@ -106,5 +108,6 @@ from finetune_operator.api.types.spec_results import (
     GenerationSpec,
     PredictSpec,
     PreferenceSpec,
+    TrafficSpec,
 )
 from finetune_operator.api.types.spec_training import EarlyStoppingSpec, GitSpec, ScriptSpec, TrainingSpec

@@ -395,6 +395,51 @@ class RevisionStatus(StatusModel):
     end_time: OptionalTime = Field(default=None, description="End of the revision, RFC 3339.")
     reason: str | None = Field(default=None, description="CamelCase reason why it ended or is not ready yet.")
     message: str | None = Field(default=None, max_length=1024, description="Human-readable details of the reason.")
+    canary_time: OptionalTime = Field(
+        default=None, description="Start of its canary, RFC 3339. Unset if it had none yet, or needed none."
+    )
+    canary_result: str | None = Field(
+        default=None,
+        description="Result of its canary: Running, Passed, Failed, or Aborted by a suspension or another change.",
+    )
+    canary_message: str | None = Field(
+        default=None, max_length=1024, description="Requests, failures and latency during its canary."
+    )
+
+
+class RequestsStatus(StatusModel):
+    """Requests that the servers of one revision have answered."""
+
+    requests: int = Field(default=0, ge=0, description="Requests to the model, a count.")
+    errors: int = Field(default=0, ge=0, description="Requests that were answered with 429 or 5xx, a count.")
+    seconds: float = Field(default=0, ge=0, description="Sum of their latencies in seconds.")
+
+
+class CanaryStatus(StatusModel):
+    """Canary of the desired revision, while it lasts."""
+
+    revision: int = Field(ge=1, description="Number of the revision that gets a share of the requests.")
+    servers: int = Field(ge=1, description="Number of its servers.")
+    start_time: StatusTime = Field(description="Time since which it gets requests, RFC 3339.")
+    read_time: OptionalTime = Field(
+        default=None, description="Time of the last reading of the servers' metrics, RFC 3339. Unset before the first."
+    )
+    measured_seconds: float = Field(
+        default=0, ge=0, description="Time covered by readings, which counts towards canarySeconds, in seconds."
+    )
+    passed_time: OptionalTime = Field(
+        default=None,
+        description="Time at which it passed, RFC 3339. It takes over once it has as many servers as the serving "
+        "revision.",
+    )
+    serving: RequestsStatus = Field(
+        default=RequestsStatus(), description="Requests to the serving revision during the canary."
+    )
+    canary: RequestsStatus = Field(default=RequestsStatus(), description="Requests to the canary.")
+    problem: str | None = Field(
+        default=None, max_length=1024, description="Reason why the servers' metrics cannot be read. Unset if they can."
+    )
+    problem_time: OptionalTime = Field(default=None, description="Time since which this is so, RFC 3339.")
 
 
 class EndpointStatus(StatusModel):
@@ -411,6 +456,9 @@ class EndpointStatus(StatusModel):
         default=None, description="Value of the annotation finetune.dev/rollback that this status was set for."
     )
     rollback: str | None = Field(default=None, max_length=1024, description="Result of that rollback.")
+    canary: CanaryStatus | None = Field(
+        default=None, description="Canary of the desired revision. Unset if none is in progress."
+    )
     revisions: tuple[RevisionStatus, ...] = Field(
         default=(),
         max_length=8,
@@ -450,8 +498,8 @@ class FineTuneJobStatus(StatusModel):
     )
     communication: CommunicationStatus | None = Field(
         default=None,
-        description="Transports between the processes of the training. Unset before it has succeeded, and if NCCL was "
-        "not used or its log is not known.",
+        description="Transports between the processes of the last training attempt that reported them. Unset if NCCL "
+        "was not used or its log is not known.",
     )
     spot: SpotStatus | None = Field(
         default=None, description="State of the training on spot nodes. Unset if the job does not use spot nodes."

@@ -58,8 +58,8 @@ class ParallelismSpec(SpecModel):
     strategy: StrategyChoice = Field(
         default="auto",
         description="Parallelism strategy: single, ddp, fsdp or deepspeed. Defaults to auto: the cheapest that fits "
-        "the memory; if none fits, ddp with the smallest tensor and pipeline degrees that fit, or with "
-        "rows of text divided among processes.",
+        "the memory; if none fits, ddp or fsdp with the smallest tensor and pipeline degrees that fit, or "
+        "with rows of text divided among processes.",
     )
     zero_stage: Auto | Annotated[int, Field(ge=0, le=3)] = Field(
         default="auto",
@@ -70,7 +70,8 @@ class ParallelismSpec(SpecModel):
         default="full",
         description="State that fsdp shards. full: all state over all processes; grad-op: gradients and optimizer "
         "state, while parameters stay gathered between the forward and backward pass; hybrid: all state "
-        "within a node, with a replica on each node. Needs strategy fsdp. Defaults to full.",
+        "within a node, with a replica on each node. With tensor or pipeline parallelism full and grad-op shard "
+        "over the replicas. Needs strategy fsdp. Defaults to full.",
     )
     offload: OffloadSpec = Field(
         default=OffloadSpec(),

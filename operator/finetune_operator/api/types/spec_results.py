@@ -143,6 +143,31 @@ class EndpointResourcesSpec(SpecModel):
     )
 
 
+class TrafficSpec(SpecModel):
+    """Canary of a new revision: it gets a share of the requests before it takes over."""
+
+    canary_percent: Annotated[int, Field(ge=1, le=50)] | None = Field(
+        default=None,
+        description="Maximum share of the requests that a canary gets, in percent. The share is one of whole servers, "
+        "so it needs enough replicas. If unset, the canary is one server, whatever its share.",
+    )
+    canary_seconds: Annotated[int, Field(ge=1, le=604_800)] = Field(
+        default=300,
+        description="Measured time without a violation, after which the canary takes over, in seconds. Defaults to "
+        "300.",
+    )
+    max_error_percent: Annotated[float, Field(ge=0, le=100)] = Field(
+        default=1.0,
+        description="Maximum share of failed requests (429 and 5xx) above that of the serving revision, in percentage "
+        "points. Defaults to 1.",
+    )
+    max_latency_ratio: Annotated[float, Field(ge=1, le=1000)] = Field(
+        default=1.5,
+        description="Maximum mean latency of a request, as a multiple of that of the serving revision. Defaults to "
+        "1.5.",
+    )
+
+
 class EndpointSpec(SpecModel):
     """A server for the model, which starts once every stage before it has succeeded."""
 
@@ -182,6 +207,11 @@ class EndpointSpec(SpecModel):
         default=None,
         description="Share of the sampled rows whose labels must equal those of the plain model, a number. If unset, "
         "auto uses only optimizations that cannot change labels.",
+    )
+    traffic: TrafficSpec | None = Field(
+        default=None,
+        description="Canary of each new revision, in a Deployment. If unset, a new revision takes over all requests "
+        "once it is ready.",
     )
     token: SecretKeySpec | None = Field(
         default=None,
