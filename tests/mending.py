@@ -72,7 +72,7 @@ def _renamed(problem: Problem, text: str) -> list[list[Edit]]:
     if problem.reason == "Unknown":
         *above, _ = parts(problem.path)
         return [[Edit(problem.path, moved=format_path((*above, found[1])))]]
-    return [[Edit(problem.path, found[1])]]
+    return [[Edit(problem.path, _number(found[1]))]]
 
 
 def _moved(problem: Problem, text: str) -> list[list[Edit]]:
@@ -93,7 +93,7 @@ def _quoted(problem: Problem, text: str) -> list[list[Edit]]:
 
 def _metrics(problem: Problem, text: str) -> list[list[Edit]]:
     """Parse `write f1 for 'f1-macro', leave 'x' out`: the metrics that remain."""
-    written = re.findall(r"write (\w+) for '", text)
+    written = [name for names in re.findall(r"write ([\w, ]+?) for '", text) for name in names.split(", ")]
     return [[Edit(problem.path, written)]] if written and problem.path == "spec.evaluation.metrics" else []
 
 
@@ -106,7 +106,7 @@ def _unwrapped(problem: Problem, text: str) -> list[list[Edit]]:
 def _number(text: str) -> Any:
     """Parse like our reader and kubectl's: 1e-05 is a number, which PyYAML does not recognize."""
     value = yaml.safe_load(text)
-    if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value):
+    if isinstance(value, str) and not text.startswith('"') and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value):
         return float(value)
     return value
 
@@ -157,7 +157,11 @@ def _written(problem: Problem, text: str) -> list[list[Edit]]:
         return [[Edit(problem.path, {"uri": found[1]})]]
     found = re.match(rf"write (?:one of )?(?:[a-zA-Z]+: (?=\S))?{_VALUE}(?=$|[,;]| to take| or | \(|\?|: [a-z])", text)
     found = found or re.match(rf"use {_VALUE}(?=,| or |$)", text)
-    if not found or found[1].endswith("://") or re.match(r"write (the|its|it|a|whatever)\b", text):
+    if (
+        not found
+        or found[1].endswith(("://", "ORG/NAME", "CLAIM/PATH"))
+        or re.match(r"write (the|its|it|a|whatever)\b", text)
+    ):
         return []
     return [[Edit(problem.path, _number(found[1]))]]
 

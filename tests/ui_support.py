@@ -103,7 +103,7 @@ class Client:
     def send(self, path: str, method: str = "GET", **headers: str | None) -> Reply:
         """Send one request; `headers` with `_` for `-`, None removes one."""
         port = self.server.port
-        given: dict[str, str | None] = {"Host": f"127.0.0.1:{port}", "Cookie": self.cookie or self._own_cookie()}
+        given: dict[str, str | None] = {"Host": f"127.0.0.1:{port}", "Cookie": self.cookie or self.own_cookie()}
         given |= {name.replace("_", "-"): value for name, value in headers.items()}
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=patient(60))
         try:
@@ -123,7 +123,8 @@ class Client:
         assert reply.code == 200, reply.text
         return reply.text
 
-    def _own_cookie(self) -> str:
+    def own_cookie(self) -> str:
+        """Return the cookie of a browser that has opened the server's URL."""
         return f"finetune-ui-{self.server.port}={self.server.keys.token}"
 
 

@@ -1,22 +1,24 @@
 """Measure lost reports and slow probes while hostile connections fill all ports of the operator.
 
-    python tests/benchmarks/hostile_connections.py [--minutes 10]
+    python tests/benchmarks/hostile_connections.py [--minutes 10] [--arms nothing hostile] [--attackers 1]
 
 Baseline: the same pods and reports without other clients. Arms, in turn: nothing else; thousands of connections from 16
 addresses to the ports for progress, for the webhook, and for probes and metrics: silent before TLS and after it, with
-requests and bodies that do not end, with unknown tokens, and with garbage. Meanwhile four pods report once in two
-seconds each, from one of the attacker's addresses, and the kubelet requests /healthz once a second. Reported: posts
-that were not taken, the longest time of a report and of /healthz, and the operator's largest memory. Checked: the
-operator's process is the same throughout, and no attempt was stopped.
+requests and bodies that do not end, with unknown tokens, and with garbage. Meanwhile eight pods report every 5 s each,
+with the trainer's own sender and from one of the attacker's addresses, and the kubelet requests /healthz once a second.
+Attackers are processes of their own, as they are on other nodes. Reported: reports, posts beyond one for each report,
+reports that no post delivered, the longest time of a post and of /healthz, and the operator's largest memory. Checked:
+the operator's process is the same throughout, and no attempt was stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import itertools
-import json
 import logging
+import multiprocessing
 import random
 import ssl
 import sys
@@ -25,15 +27,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import requests
-import urllib3
-from requests.adapters import HTTPAdapter
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -43,12 +43,16 @@ from cluster_support.operator_process import OperatorProcess, install
 from cluster_support.plays import RUNS
 from cluster_support.stand_ins import StandIns, running_stand_ins
 from cluster_support.world import SETTINGS, World, install_kinds, namespace_for_pods, states
+from finetune_contract.choices import Stage
+from finetune_contract.report import KubeflowUpdate, Progress
+from finetune_trainer.progress import KUBEFLOW_INTERVAL_SECONDS, KubeflowProgress
 
-PODS = 4
-EVERY_SECONDS = 2.0
-ADDRESSES = [f"127.0.1.{number}" for number in range(1, 17)]
+ARMS = ("nothing", "hostile")
+PODS = 8
+ADDRESSES = ["127.0.0.1", *(f"127.0.1.{number}" for number in range(1, 16))]
+"""The attackers' addresses; the first is that of the pods and of the kubelet as well."""
 HELD = 3_000
-"""Connections that the attacker tries to hold open at a time, over all ports."""
+"""Connections that the attackers try to hold open at a time, over all ports."""
 BODY = b"x" * 65_536
 
 
@@ -56,31 +60,61 @@ BODY = b"x" * 65_536
 class Seen:
     """Measurements of one arm."""
 
-    answers: Counter[str] = field(default_factory=Counter)
-    """Count of answers by HTTP status, or by error."""
-    longest_report: float = 0.0
+    posts: Counter[str] = field(default_factory=Counter)
+    """Count of posts by result: `accepted`, or an error."""
+    reports: int = 0
+    lost: int = 0
+    longest_post: float = 0.0
     longest_health: float = 0.0
+    unhealthy: int = 0
     memory: float = 0.0
     opened: int = 0
 
 
-class From(HTTPAdapter):
-    """Adapter whose requests come from one address."""
+class Sender(KubeflowProgress):
+    """The trainer's sender, whose posts are counted."""
 
-    def init_poolmanager(self, *args: object, **kw: object) -> None:
-        super().init_poolmanager(*args, **kw, source_address=(ADDRESSES[0], 0))  # type: ignore[no-untyped-call]
+    def __init__(self, url: str, ca_file: Path, token_file: Path, seen: Seen) -> None:
+        self._seen = seen
+        self.delivered: set[str] = set()
+        """Steps whose update was accepted."""
+        super().__init__(url, ca_file, token_file)
+
+    def post(self, update: KubeflowUpdate) -> None:
+        began, result = time.monotonic(), "accepted"
+        try:
+            super().post(update)
+            self.delivered.add(step_of(update))
+        except (OSError, http.client.HTTPException) as error:
+            result = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._seen.posts[result] += 1
+            self._seen.longest_post = max(self._seen.longest_post, time.monotonic() - began)
 
 
-async def attack(ports: Sequence[tuple[int, bool]], seen: Seen, seconds: float) -> None:
-    """Hold HELD connections open, each of which sends one hostile input; reopen closed ones."""
-    end = time.monotonic() + seconds
-    draw = random.Random(0)
+def step_of(update: KubeflowUpdate) -> str:
+    return next(metric.value for metric in update.trainer_status.metrics if metric.name == "step")
+
+
+def attack(ports: Sequence[tuple[int, bool]], held: int, seconds: float, seed: int) -> int:
+    """Hold `held` connections open, each of which sends one hostile input; reopen closed ones. Return how many were
+    opened.
+    """
+    # Connections end in many ways.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    return asyncio.run(_attack(ports, held, seconds, random.Random(seed)))
+
+
+async def _attack(ports: Sequence[tuple[int, bool]], held: int, seconds: float, draw: random.Random) -> int:
+    end, opened = time.monotonic() + seconds, 0
     trusting = ssl.create_default_context()
     trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
     kinds = itertools.cycle(["silent", "handshake", "head", "body", "token", "garbage"])
     targets = itertools.cycle(ports)
 
     async def one() -> None:
+        nonlocal opened
         while time.monotonic() < end:
             (port, tls), kind = next(targets), next(kinds)
             await asyncio.sleep(draw.random())
@@ -89,7 +123,7 @@ async def attack(ports: Sequence[tuple[int, bool]], seen: Seen, seconds: float) 
                 reader, writer = await asyncio.open_connection(
                     "127.0.0.1", port, ssl=context, local_addr=(draw.choice(ADDRESSES), 0)
                 )
-                seen.opened += 1
+                opened += 1
                 try:
                     for part in hostile_bytes(kind, draw):
                         writer.write(part)
@@ -100,7 +134,8 @@ async def attack(ports: Sequence[tuple[int, bool]], seen: Seen, seconds: float) 
                 finally:
                     writer.transport.abort()
 
-    await asyncio.gather(*(one() for _ in range(HELD)))
+    await asyncio.gather(*(one() for _ in range(held)))
+    return opened
 
 
 def hostile_bytes(kind: str, draw: random.Random) -> list[bytes]:
@@ -123,26 +158,22 @@ def hostile_bytes(kind: str, draw: random.Random) -> list[bytes]:
 
 def report(world: World, number: int, seen: Seen, stop: threading.Event) -> None:
     """Report progress as the trainer of one pod does, until `stop` is set."""
-    (pod,) = world.pods(f"honest-{number}", "train")
-    token = world.token(pod)
+    name = f"honest-{number}"
+    (pod,) = world.pods(name, "train")
+    configuration = world.api.get(world.path("v1", "configmaps", f"{name}-train-1"))
+    assert configuration is not None
+    ca_file, token_file = (world.operator.folder / f"{name}.{kind}" for kind in ("ca.crt", "token"))
+    ca_file.write_text(configuration["data"]["ca.crt"])
+    token_file.write_text(world.token(pod))
     container = pod["spec"]["containers"][0]
     url = str({entry["name"]: entry.get("value") for entry in container["env"]}["KUBEFLOW_TRAINER_SERVER_URL"])
-    steps = itertools.count(1)
-    while not stop.wait(EVERY_SECONDS):
-        metrics = [{"name": "step", "value": str(next(steps))}]
-        update = {"trainerStatus": {"metrics": metrics, "lastUpdatedTime": "2026-01-01T00:00:00Z"}}
-        session = requests.Session()
-        session.trust_env, session.verify = False, False
-        session.mount("https://", From())
-        began = time.monotonic()
-        try:
-            answer = session.post(
-                url, data=json.dumps(update), headers={"Authorization": f"Bearer {token}"}, timeout=30
-            )
-            seen.answers[str(answer.status_code)] += 1
-        except requests.RequestException as error:
-            seen.answers[type(error).__name__] += 1
-        seen.longest_report = max(seen.longest_report, time.monotonic() - began)
+    sender, step = Sender(url, ca_file, token_file, seen), 0
+    while not stop.wait(KUBEFLOW_INTERVAL_SECONDS):
+        step += 1
+        sender.publish(Progress(stage=Stage.TRAIN, step=step, total_steps=10**6, time=time.time()))
+    sender.close()
+    seen.reports += step
+    seen.lost += step - len(sender.delivered)
 
 
 def watch_over(process: OperatorProcess, seen: Seen, stop: threading.Event) -> None:
@@ -154,13 +185,13 @@ def watch_over(process: OperatorProcess, seen: Seen, stop: threading.Event) -> N
             healthy = new_session().get(f"http://127.0.0.1:{process.http_port}/healthz", timeout=30).ok
         except requests.RequestException:
             healthy = False
-        seen.answers["healthz failed"] += not healthy
+        seen.unhealthy += not healthy
         seen.longest_health = max(seen.longest_health, time.monotonic() - began)
         seen.memory = max(seen.memory, operator.memory_info().rss / 2**20)
 
 
 def run(
-    cluster: Cluster, around: StandIns, process: OperatorProcess, webhook: int, minutes: float, hostile: bool
+    cluster: Cluster, around: StandIns, process: OperatorProcess, webhook: int, minutes: float, attackers: int
 ) -> Seen:
     """Run one arm."""
     seen, stop = Seen(), threading.Event()
@@ -180,8 +211,8 @@ def run(
         running = [beside.submit(report, world, number, seen, stop) for number in range(PODS)]
         running.append(beside.submit(watch_over, process, seen, stop))
         ports = [(process.progress_port, True), (webhook, True), (process.http_port, False)]
-        if hostile:
-            asyncio.run(attack(ports, seen, 60 * minutes))
+        if attackers:
+            seen.opened = attacked(ports, 60 * minutes, attackers)
         else:
             time.sleep(60 * minutes)
         stop.set()
@@ -195,35 +226,44 @@ def run(
     return seen
 
 
+def attacked(ports: Sequence[tuple[int, bool]], seconds: float, attackers: int) -> int:
+    """Attack with so many processes; return how many connections they opened."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(attackers, mp_context=context) as pool:
+        running = [pool.submit(attack, ports, HELD // attackers, seconds, seed) for seed in range(attackers)]
+        return sum(each.result() for each in running)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--attackers", type=int, default=1, help="processes that attack")
     arguments = parser.parse_args()
-    # The attacker's connections end in many ways.
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    urllib3.disable_warnings()
-    print(f"{'arm':<9}{'opened':>8}{'taken':>7}{'lost':>6}{'report s':>10}{'/healthz s':>12}{'MiB':>6}  answers")
+    print(
+        f"{'arm':<9}{'opened':>8}{'reports':>9}{'repeated':>10}{'lost':>6}{'post s':>8}{'/healthz s':>12}"
+        f"{'failed':>8}{'MiB':>6}  posts"
+    )
     with tempfile.TemporaryDirectory() as text, running_cluster(Path(text)) as cluster:
         folder = Path(text)
         install_kinds(cluster)
         install(cluster)
         with running_stand_ins(cluster, folder) as around:
-            for hostile in (False, True):
+            for name in arguments.arms:
                 webhook = free_port()
-                name = "hostile" if hostile else "nothing"
                 process = OperatorProcess(
                     cluster, folder, SETTINGS, name=f"operator-{name}", options=["--webhook-port", str(webhook)]
                 )
+                attackers = arguments.attackers if name == "hostile" else 0
                 try:
-                    seen = run(cluster, around, process, webhook, arguments.minutes, hostile)
+                    seen = run(cluster, around, process, webhook, arguments.minutes, attackers)
                 finally:
                     if process.running:
                         process.kill()
-                taken = seen.answers["200"]
-                lost = sum(seen.answers.values()) - taken
                 print(
-                    f"{name:<9}{seen.opened:>8}{taken:>7}{lost:>6}{seen.longest_report:>10.2f}"
-                    f"{seen.longest_health:>12.2f}{seen.memory:>6.0f}  {dict(seen.answers)}",
+                    f"{name:<9}{seen.opened:>8}{seen.reports:>9}{sum(seen.posts.values()) - seen.reports:>10}"
+                    f"{seen.lost:>6}{seen.longest_post:>8.2f}{seen.longest_health:>12.2f}{seen.unhealthy:>8}"
+                    f"{seen.memory:>6.0f}  {dict(seen.posts)}",
                     flush=True,
                 )
 

@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import requests
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cluster_support.api_access import Access, Api, new_session, path_of, wait_until
+from cluster_support.api_access import Access, Api, ApiError, new_session, path_of, wait_until
 from cluster_support.control_plane import Cluster, running_cluster
 from cluster_support.operator_process import OperatorProcess, install
 from cluster_support.stand_ins import running_stand_ins
@@ -41,6 +42,7 @@ from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 ARMS = ("nothing", "suspended", "hostile")
 HONEST = 20
 CLIENTS = 8
+CONFLICT = 409
 NESTED = "(nested)"
 HONEST_SPEC = merged(BASE, {"predict": None})
 
@@ -119,7 +121,10 @@ def store(access: Access, namespace: str, texts: Iterator[str], rate: float, sto
             local.session = new_session()
             local.session.verify, local.session.cert = access.ca or True, access.client_certificate
             local.session.headers.update({**access.headers, "Content-Type": "application/json"})
-        return bool(local.session.post(access.host + path, data=text.encode(), timeout=60).ok)
+        try:
+            return bool(local.session.post(access.host + path, data=text.encode(), timeout=60).ok)
+        except requests.RequestException:
+            return False
 
     with ThreadPoolExecutor(CLIENTS) as clients:
         return sum(clients.map(post, enumerate(texts)))
@@ -160,7 +165,8 @@ def endure(cluster: Cluster, seen: Seen, team: str, noise: str, storing: Future[
     time.sleep(5)
     api, path = Api(cluster.access), path_of(API_VERSION, PLURAL, team)
     for number in range(HONEST):
-        api.create(path, job_of(f"honest-{number}", HONEST_SPEC))
+        document = job_of(f"honest-{number}", HONEST_SPEC)
+        wait_until(lambda document=document: created(api, path, document), "an honest job is stored", 1800)
     wait_until(lambda: ended(api, path), "all honest jobs have ended", 1800)
     for job in api.items(path):
         assert job["status"]["phase"] == "Succeeded", job["status"]
@@ -171,6 +177,16 @@ def endure(cluster: Cluster, seen: Seen, team: str, noise: str, storing: Future[
     while seen.name == "hostile" and unjudged(cluster, noise) != 0:
         time.sleep(2)
     seen.judged = time.monotonic() - began
+
+
+def created(api: Api, path: str, document: dict[str, Any]) -> bool:
+    """Store the job, if an earlier try whose answer did not arrive in time has not. Return True."""
+    try:
+        api.create(path, document)
+    except ApiError as error:
+        if error.code != CONFLICT:
+            raise
+    return True
 
 
 def ended(api: Api, path: str) -> bool:

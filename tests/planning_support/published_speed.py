@@ -70,7 +70,7 @@ def work(
     micro, accumulation, length = rows
     defaults: dict[str, Any] = {"scores_vocabulary": True, "causal": True, "optimizer": "adamw"}
     defaults["trained"] = model.parameters
-    if model.tied_embeddings:
+    if model.tied_embeddings and more.get("scores_vocabulary", True):
         defaults["tied_head"] = model.vocabulary_size * model.hidden_size
     return StepWork(
         model=model,

@@ -3,8 +3,9 @@
     python -m tracing_support.cpu_runs [--measure FOLDER] [NAME ...]
 
 prints the table from the kept runs; `--measure` trains the cases again, one at a time with models and workspaces in
-FOLDER, and keeps them (`make measure-cpu-memory`: half an hour or more). A case is a whole `finetune run` of a few
-steps: models are random, rows are words of one length.
+FOLDER, and keeps them (`make measure-cpu-memory`: half an hour or more). A case is a whole `finetune run`: most of a
+few steps with rows of one length, some of hundreds of steps with rows of many lengths. Models are random, and rows are
+words.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -33,13 +35,17 @@ from finetune_operator.planning.plan_types import MemoryEstimate
 KEPT = Path(__file__).parents[1] / "tracing" / "cpu_memory_runs.json"
 LIBRARIES = ("torch", "transformers", "deepspeed", "accelerate", "peft", "datasets")
 STEPS = 2
+LONG_STEPS = 320
 _MAIN = "from finetune_operator.cli.main import main; main()"
 MIB = 1 << 20
 GIB = 1 << 30
 
 _BERT: dict[str, Any] = {"model_type": "bert", "vocab_size": 30522, "max_position_embeddings": 512}
 _LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 2048}
+_SMALL: dict[str, Any] = {"vocab_size": 2000, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 MODELS: dict[str, dict[str, Any]] = {
+    "bert 1M": {**_BERT, **_SMALL, "intermediate_size": 512},
+    "llama 1M": {**_LLAMA, **_SMALL, "intermediate_size": 352},
     "bert 11M": {
         **_BERT, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024
     },
@@ -90,6 +96,8 @@ class CpuCase:
     checkpointing: str = "none"
     held: bool = False
     """True if no constant of the plan was fitted to this run."""
+    long: bool = False
+    """True for `LONG_STEPS` steps with rows of 4 tokens up to `tokens`."""
     adapter: Mapping[str, Any] = field(default_factory=lambda: {"method": "lora", "rank": 8}, hash=False)
 
     @property
@@ -98,6 +106,7 @@ class CpuCase:
         settings = [self.model, self.strategy, *(["LoRA"] if self.lora else []), f"{self.rows} x {self.tokens}"]
         settings += [self.precision] if self.precision != "fp32" else []
         settings += [self.checkpointing] if self.checkpointing != "none" else []
+        settings += [f"{LONG_STEPS} steps"] if self.long else []
         return " ".join(settings)
 
     @property
@@ -121,7 +130,7 @@ class CpuCase:
                 "dataset": {"uri": f"file://{data}"},
                 "preparation": {"maxLength": self.tokens},
                 "training": {
-                    "maxSteps": STEPS,
+                    "maxSteps": LONG_STEPS if self.long else STEPS,
                     "globalBatchSize": self.rows * self.accumulation * processes,
                     "microBatchSize": self.rows,
                     "precision": self.precision,
@@ -157,6 +166,12 @@ CASES = (
     CpuCase("llama 58M", "ZeRO-1", 2, 64),
     CpuCase("llama 58M", "ddp", 2, 64, accumulation=2, held=True),
 )
+LONG_CASES = (
+    CpuCase("bert 1M", "single", 32, 128, held=True, long=True),
+    CpuCase("bert 1M", "fsdp", 32, 128, held=True, long=True),
+    CpuCase("llama 1M", "ddp", 16, 128, held=True, long=True),
+)
+"""Cases that are measured only by their names (`320 steps` for all), as each takes many minutes."""
 
 
 def write_model(folder: Path, config: Mapping[str, Any]) -> Path:
@@ -178,10 +193,12 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> Path:
     return folder
 
 
-def write_rows(folder: Path, tokens: int, count: int = 160) -> Path:
-    """Write rows of `tokens` words, with a label each."""
+def write_rows(folder: Path, tokens: int, count: int = 160, *, varied: bool = False) -> Path:
+    """Write rows of `tokens` words, with a label each; `varied`: of 2 words up to `tokens`, most of them short."""
     folder.mkdir(parents=True, exist_ok=True)
-    texts = [" ".join(f"w{(row + at) % 1000}" for at in range(tokens + 2)) for row in range(count)]
+    draws = random.Random(1)
+    lengths = [round(2 * (tokens / 2) ** draws.random()) if varied else tokens for _ in range(count)]
+    texts = [" ".join(f"w{(row + at) % 1000}" for at in range(lengths[row] + 2)) for row in range(count)]
     lines = [json.dumps({"text": text, "label": at % 2}) for at, text in enumerate(texts)]
     (folder / "train.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
@@ -206,7 +223,7 @@ class KeptRun:
         training = self.training
         work = Workload(
             model=self.facts,
-            task=next(case.task for case in CASES if case.name == self.name),
+            task=next(case.task for case in (*CASES, *LONG_CASES) if case.name == self.name),
             strategy=training.strategy,
             precision=training.precision,
             optimizer=training.optimizer,
@@ -248,7 +265,9 @@ def table() -> str:
 def measure(case: CpuCase, folder: Path) -> dict[str, Any]:
     """Train the case, and return its record."""
     model = write_model(folder / "models" / case.model.replace(" ", "-"), MODELS[case.model])
-    data = write_rows(folder / "rows" / f"{case.task}-{case.tokens}", case.tokens)
+    data = write_rows(
+        folder / "rows" / case.name.replace(" ", "-"), case.tokens, 3200 if case.long else 160, varied=case.long
+    )
     file, workspace = folder / "job.yaml", folder / "workspace"
     file.write_text(yaml.safe_dump(case.job(model, data)), encoding="utf-8")
     command = [sys.executable, "-c", _MAIN, "run", str(file), "--workspace", str(workspace)]
@@ -291,7 +310,9 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="measure only cases without a kept run")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
-    cases = [case for case in CASES if not options.names or any(name in case.name for name in options.names)]
+    cases = list(CASES)
+    if options.names:
+        cases = [case for case in (*CASES, *LONG_CASES) if any(name in case.name for name in options.names)]
     if options.measure is not None:
         there = kept_runs() if options.missing else {}
         for case in (each for each in cases if each.name not in there):
@@ -308,7 +329,7 @@ def kept_runs() -> dict[str, Any]:
 def keep(case: CpuCase, record: Mapping[str, Any]) -> None:
     """Write the record beside those of other cases, in the order of the cases."""
     found = {**kept_runs(), case.name: record}
-    kept = {each.name: found[each.name] for each in CASES if each.name in found}
+    kept = {each.name: found[each.name] for each in (*CASES, *LONG_CASES) if each.name in found}
     KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -149,10 +149,13 @@ def run(name: str, result: str) -> None:
     distributed.connect(world, "cuda", 1, training.strategy.name, NO_GROUPS)
     for row in switched_off.ROWS:
         row.apply()
+    if training.in_four_bits:
+        switched_off.FOUR_BITS.apply()
     switched_off.follow_devices()
     _meshes_of_real_numbers()
     fakes = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-    trace = Trace(fakes)
+    # Masked-lm has no tokens with global attention.
+    trace = Trace(fakes, answered_no=("LongformerEncoder.forward",))
     torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(number, device="cuda")` starts in host memory
     with tempfile.TemporaryDirectory() as folder, fakes, trace:
         loop, observer, clock = _loop(case, training, facts, trace, Path(folder))
@@ -226,10 +229,19 @@ def _loop(
 def _changed(model: PreTrainedModel, training: Training) -> tuple[adapters.Adapted | None, float8.InFloat8 | None]:
     job: Any = SimpleNamespace(model=SimpleNamespace(uri="file:///model", revision=None), seed=1, training=training)
     adapted = None if training.adapter is None else adapters.adapt(model, training.adapter, job)
+    if adapted is not None and adapted.held:
+        _move_scales(model)
     if training.precision != "fp8":
         return adapted, None
     float8.refuse_without_units("cuda")
     return adapted, float8.convert(model)
+
+
+def _move_scales(model: PreTrainedModel) -> None:
+    """Move the scales of weights in 4 bits to the device, which `Params4bit` does as its weight is moved."""
+    for layer in model.modules():
+        if getattr(layer, "quant_state", None) is not None:
+            cast(Any, layer).quant_state.to("cuda")
 
 
 def _deepspeed(training: Training, facts: ModelFacts) -> dict[str, Any] | None:

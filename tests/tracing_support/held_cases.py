@@ -353,11 +353,19 @@ BART: dict[str, Any] = {
 """Width of BART large."""
 
 
-NOT_TRACED = (
-    ("longformer", "it reads lengths of its global attention from the device, where a dry run answers 1"),
-    ("qlora", "bitsandbytes rounds weights to 4 bits in its own CUDA library, which sees no fake tensors"),
-)
-"""Families and methods without a trace, each with the reason."""
+LONGFORMER: dict[str, Any] = {
+    **_ENDS,
+    "model_type": "longformer",
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "vocab_size": 50265,
+    "max_position_embeddings": 4098,
+    "type_vocab_size": 1,
+    "attention_window": 512,
+    "sep_token_id": 2,
+}
+"""Width of Longformer base, with the window of 512 tokens."""
 
 
 def _strategy(name: str, checkpointing: str = "none", **settings: Any) -> Strategy:
@@ -482,12 +490,12 @@ HELD_CASES = (
     _decoder("gemma3 single", GEMMA3, _single(), layers=6),
     _decoder("gemma3 ddp full", GEMMA3, _ddp("full"), layers=6, tokens=16384),
     _decoder("gemma3 fsdp", GEMMA3, _fsdp(), layers=6, rows=4, held=False),
-    _decoder("mixtral single", MIXTRAL, _single(), layers=1),
+    _decoder("mixtral single", MIXTRAL, _single(), layers=1, held=False),
     _decoder("mixtral fsdp full", MIXTRAL, _fsdp("full"), layers=4, tokens=8192),
     _decoder("mixtral fsdp", MIXTRAL, _fsdp(), tokens=4096),
     _decoder("mixtral ZeRO-3", MIXTRAL, _zero(3, "full"), layers=2, tokens=4096, held=False),
     _decoder("mixtral ZeRO-2", MIXTRAL, _zero(2), layers=2, tokens=2048, held=False),
-    _decoder("qwen3_moe single", QWEN3_MOE, _single(), layers=2),
+    _decoder("qwen3_moe single", QWEN3_MOE, _single(), layers=2, held=False),
     _decoder("qwen3_moe fsdp full", QWEN3_MOE, _fsdp("full"), layers=4, tokens=8192),
     _decoder("qwen3_moe ZeRO-3", QWEN3_MOE, _zero(3), layers=4, tokens=4096, held=False),
     _decoder("qwen3_moe ddp selective", QWEN3_MOE, _ddp("selective"), layers=1, tokens=4096),
@@ -542,18 +550,25 @@ HELD_CASES = (
     _decoder("smollm3 ZeRO-2", SMOLLM3, _zero(2), tokens=4096),
     _decoder("smollm3 ddp selective", SMOLLM3, _ddp("selective"), tokens=8192),
     _decoder("stablelm single", STABLELM, _single(), tokens=4096),
-    _decoder("falcon fsdp", FALCON, _fsdp(), rows=2),
+    _decoder("falcon fsdp", FALCON, _fsdp(), rows=2, held=False),
     _decoder("bloom single", BLOOM, _single(), layers_field="n_layer", tokens=1024, rows=2, held=False),
     _decoder("gptj ZeRO-1", GPTJ, _zero(1), layers_field="n_layer", tokens=1024),
     _decoder("gemma2 9B fsdp full", GEMMA2_9B, _fsdp("full"), tokens=4096),
     _decoder("gemma 7B ZeRO-3 full", GEMMA_7B, _zero(3, "full"), tokens=4096),
     _decoder("mixtral 8x22B fsdp full", MIXTRAL_22B, _fsdp("full"), size=64, rank=31, tokens=8192, held=False),
-    _decoder("mixtral LoRA", MIXTRAL, _single("full"), _lora(16), layers=2, tokens=4096),
+    _decoder("mixtral LoRA", MIXTRAL, _single("full"), _lora(16), layers=2, tokens=4096, held=False),
     _decoder("qwen3 32B ZeRO-3 full 32k", QWEN3_32B, _zero(3, "full"), size=64, rank=31, tokens=32768, held=False),
+    _decoder("llama QLoRA single", WIDTH, _single(), _lora(16, "qlora"), layers=8),
+    _decoder("llama QLoRA ddp full", WIDTH, _ddp("full"), _lora(64, "qlora"), layers=8, tokens=8192),
+    _decoder("llama 70B QLoRA fsdp full", LLAMA_70B, _fsdp("full"), _lora(64, "qlora"), layers=8, tokens=2048),
+    _decoder("qwen3 QLoRA fsdp", QWEN3, _fsdp(), _lora(16, "qlora"), layers=8, rows=2, held=False),
     _decoder("qwen3 32B LoRA ddp selective", QWEN3_32B, _ddp("selective"), _lora(64), layers=2, tokens=8192),
     _decoder("phi4 single", PHI4, _single(), layers=2),
     _encoder("xlm-roberta large fsdp full", XLM_ROBERTA_LARGE, _fsdp("full"), layers=12, rows=32),
     _encoder("deberta small ZeRO-1", DEBERTA_BASE, _zero(1), layers=6, rows=32, tokens=128),
+    _encoder("longformer single", LONGFORMER, _single(), rows=2, tokens=4096),
+    _encoder("longformer ZeRO-1 1024", LONGFORMER, _zero(1), rows=8, tokens=1024),
+    _encoder("longformer fsdp full", LONGFORMER, _fsdp("full"), layers=12, rows=4, tokens=2048),
     _encoder("albert single", ALBERT, _single(), task="text-classification"),
     _encoder("modernbert single", MODERNBERT, _single()),
     _encoder("modernbert ddp 8k", MODERNBERT, _ddp(), rows=1, tokens=8192),

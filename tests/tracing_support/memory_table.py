@@ -24,7 +24,7 @@ from finetune_operator.planning.memory import Workload, estimate
 from finetune_operator.planning.model_parallel_plan import PipelineEnd
 from finetune_operator.planning.plan_types import MemoryEstimate
 from finetune_trainer.strategies.mesh import PIPELINE, MeshShape
-from tracing_support.held_cases import HELD_CASES, NOT_TRACED
+from tracing_support.held_cases import HELD_CASES
 from tracing_support.memory_cases import MEMORY_CASES
 from tracing_support.traced_cases import CASES, Case
 
@@ -134,7 +134,6 @@ def table() -> str:
         columns = ("", f"{ratio:.2f}") if case.held else (f"{ratio:.2f}", "")
         cells = [case.name, f"{case.rows} x {case.tokens:,}", _gib(ours).strip(), _gib(peak).strip(), *columns]
         lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
-    lines += ["", "| not traced | because |", "|---|---|", *(f"| `{name}` | {why} |" for name, why in NOT_TRACED)]
     return "\n".join(lines) + "\n"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from deepspeed.runtime.utils import is_invalid_grad_norm
@@ -193,6 +193,26 @@ ROWS = (
         lambda _: False,
     ),
 )
+
+
+def _packed(
+    data: torch.Tensor, requires_grad: bool = False, quant_state: Any = None, **settings: Any
+) -> torch.nn.Parameter:
+    """Return a packed weight as an ordinary parameter with the fields that libraries read."""
+    made: Any = torch.nn.Parameter(data, requires_grad)
+    for name, value in {"quant_state": quant_state, **settings}.items():
+        setattr(made, name, value)
+    return cast(torch.nn.Parameter, made)
+
+
+FOUR_BITS = SwitchedOff(
+    ("bitsandbytes.nn:Params4bit", "bitsandbytes.nn.modules:Params4bit"),
+    "is a packed weight that takes its scales along to another device",
+    "is an ordinary parameter; the scales are moved before the training",
+    "a tensor of a class of its own is not fake",
+    _packed,
+)
+"""Applied to trainings with weights in 4 bits, as others do not import the library."""
 ANSWERED = (
     (
         "comparisons of values: probes of spread models (`OtherAnswers`)",
@@ -207,7 +227,8 @@ ANSWERED = (
 def table() -> str:
     """Return the rows as Markdown."""
     lines = ["| in a training | in a dry run | because |", "|---|---|---|"]
-    lines += [f"| `{row.targets[0].rpartition(':')[2]}` {row.work} | {row.instead} | {row.why} |" for row in ROWS]
+    rows = (*ROWS, FOUR_BITS)
+    lines += [f"| `{row.targets[0].rpartition(':')[2]}` {row.work} | {row.instead} | {row.why} |" for row in rows]
     lines += [f"| {work} | {instead} | {why} |" for work, instead, why in ANSWERED]
     return "\n".join(lines) + "\n"
 

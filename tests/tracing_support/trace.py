@@ -49,9 +49,11 @@ class Made:
 class Trace(TorchDispatchMode):
     """Counts waits and live bytes of all fake tensors created within it."""
 
-    def __init__(self, fakes: FakeTensorMode) -> None:
+    def __init__(self, fakes: FakeTensorMode, answered_no: tuple[str, ...] = ()) -> None:
         super().__init__()
         self._fakes = fakes
+        self._answered_no = answered_no
+        """Functions that read a bool from the device, and whose answer is no."""
         self.waits: Counter[str] = Counter()
         """Place in the code -> number of the host's waits for the device."""
         self.sent: Counter[str] = Counter()
@@ -113,6 +115,8 @@ class Trace(TorchDispatchMode):
             self._note(args[0], "item")
             if args[0].constant is not None:
                 return args[0].constant.item()
+            if args[0].dtype is torch.bool and _place().endswith(self._answered_no):
+                return False
             return _VALUES.get(args[0].dtype, 1)
         if func in _YES and isinstance(args[0], FakeTensor):
             self._note(args[0], "comparison")

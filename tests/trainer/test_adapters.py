@@ -90,7 +90,8 @@ def go_back(bench: Any, step: int) -> None:
 CASES: dict[str, tuple[str, dict[str, int], Adapter]] = {
     "ddp": ("ddp", {}, LORA),
     "fsdp with DoRA, going on from one process": ("fsdp", {}, DORA),
-    "ddp with QLoRA, and once more from the middle": ("ddp", {}, QLORA),
+    "ddp with QLoRA": ("ddp", {}, QLORA),
+    "fsdp with QLoRA, and once more from the middle": ("fsdp", {}, QLORA),
     "ZeRO-2": ("deepspeed", {"zero_stage": 2}, LORA),
     "ZeRO-3, and once more from the middle": ("deepspeed", {"zero_stage": 3}, LORA),
 }

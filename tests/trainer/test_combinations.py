@@ -88,7 +88,10 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("spread-models-offload-no-activations",),
     ),
     "slices of split layers": (ddp(sequence=2, tensor=2), ("sequence-has-whole-models",)),
-    "qlora with fsdp": ({**strategy("fsdp"), **adapter("qlora")}, ("qlora-keeps-layers-whole",)),
+    "qlora with ZeRO": (
+        {**strategy("deepspeed", zero_stage=2), **adapter("qlora")},
+        ("qlora-keeps-packed-weights",),
+    ),
     "fp16 on a CPU": ({**ddp(), "precision": "fp16"}, ("precision-has-hardware",)),
     "fp8 with DeepSpeed": (
         {**strategy("deepspeed", zero_stage=2), "precision": "fp8"},

@@ -143,6 +143,28 @@ def test_a_weight_takes_as_many_bits_as_the_plan_counts():
     assert pytest.approx(4.127, abs=5e-4) == FOUR_BIT_BYTES * 8
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_layer_prepared_for_division_answers_as_before(precision: str):
+    needs_four_bits()
+    import torch
+
+    from finetune_trainer.four_bits import hold, is_held
+
+    models = [torch.nn.ModuleDict({"layer": torch.nn.Linear(64, 96)}) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, divided in zip(models, (False, True), strict=True):
+        hold(model, ["layer"], precision, divided=divided)
+    models[1]["layer"].divide_on("cpu")
+    weights = [model["layer"].weight for model in models]
+    assert type(weights[1]) is torch.nn.Parameter
+    # In the type that FSDP gathers in: other types would be converted, and the packed bits lost.
+    assert weights[1].dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    assert torch.equal(weights[0].data.view(torch.uint8).flatten(), weights[1].data.view(torch.uint8).flatten())
+    inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(*(model["layer"](inputs) for model in models))
+    assert all(is_held(model["layer"], precision) for model in models)
+
+
 def as_loaded(model: Any) -> None:
     import torch
 
@@ -156,7 +178,7 @@ def in_other_precision(model: Any) -> None:
 
 
 def unpacked(model: Any) -> None:
-    model.model.layers[0].mlp.up_proj.base_layer.weight.quant_state = None
+    model.model.layers[0].mlp.up_proj.base_layer.quant_state = None
 
 
 @pytest.mark.parametrize("spoil", [as_loaded, in_other_precision, unpacked])
@@ -222,18 +244,21 @@ def test_a_run_in_bf16_learns_as_one_in_fp32_does_also_in_two_processes(bench, t
     needs_four_bits()
     steps = {"max_steps": 8, "learning_rate": 2e-2, "warmup_steps": 1}
     curves = {}
-    for precision, processes in (("fp32", 1), ("bf16", 1), ("bf16", 2)):
-        run = bench.at(tmp_path / f"{precision}-{processes}").with_training(adapter=QLORA, precision=precision, **steps)
-        if processes == 1:
+    for precision, strategy in (("fp32", "single"), ("bf16", "single"), ("bf16", "ddp"), ("bf16", "fsdp")):
+        run = bench.at(tmp_path / f"{precision}-{strategy}").with_training(adapter=QLORA, precision=precision, **steps)
+        if strategy == "single":
             run.train_here()
         else:
-            run = run.spread("ddp", processes)
-            ended = run.run(processes=processes)
+            run = run.spread(strategy, 2)
+            ended = run.run(processes=2)
             assert ended.exit_code == 0, ended.output
-        curves[precision, processes] = run.losses()
-    assert curves["bf16", 1] == pytest.approx(curves["fp32", 1], abs=0.03)
-    assert curves["bf16", 2] == pytest.approx(curves["bf16", 1], abs=0.01)
-    assert curves["bf16", 1] != curves["fp32", 1]
+        curves[precision, strategy] = run.losses()
+    alone = curves["bf16", "single"]
+    assert alone == pytest.approx(curves["fp32", "single"], abs=0.03)
+    assert curves["bf16", "ddp"] == pytest.approx(alone, abs=0.01)
+    # FSDP also computes norms in bf16.
+    assert curves["bf16", "fsdp"] == pytest.approx(alone, abs=0.03)
+    assert alone != curves["fp32", "single"]
 
 
 @pytest.mark.slow

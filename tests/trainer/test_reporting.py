@@ -235,8 +235,46 @@ def test_report_compares_the_plan_with_the_measurements(paths):
     assert "plan check" not in text.lower()
 
 
+def test_report_draws_each_term_from_the_end_of_the_one_before(paths):
+    terms = {"parameters": 10 << 30, "activations": 20 << 30, "process": 10 << 30}
+    planned = PlannedTraining(memory_bytes=40 << 30, memory_terms=terms)
+    found = {"parameters": 12 << 30, "tensors": 24 << 30}
+    measured = MeasuredTraining(memory_bytes=30 << 30, memory_terms=found, steps=3)
+    section = {name: each.model_dump(mode="json") for name, each in (("planned", planned), ("measured", measured))}
+    merge_metrics(paths, {"train": {**METRICS["train"], **section}})
+    picture = {
+        "parameters: 10.00 GiB planned, 12.00 GiB measured": [("0.0%", "12.5%"), ("0.0%", "15.0%")],
+        "activations: 20.00 GiB planned": [("12.5%", "25.0%")],
+        "process: 10.00 GiB planned": [("37.5%", "12.5%")],
+        "tensors: 30.00 GiB planned, 24.00 GiB measured": [("0.0%", "37.5%"), ("0.0%", "30.0%")],
+        "total: 40.00 GiB planned, 30.00 GiB measured": [("0.0%", "50.0%"), ("0.0%", "37.5%")],
+    }
+    # The device has twice the plan's memory.
+    page = the_report(paths, {"memory": {"terms": [], "totalBytes": 40 << 30, "capacityBytes": 80 << 30}})
+    assert bars_of(page) == picture
+    assert "The whole width is 80.00 GiB, the memory of the device." in page.text
+    # In a cluster there is no plan.json.
+    assert bars_of(the_report(paths))["total: 40.00 GiB planned, 30.00 GiB measured"] == [
+        ("0.0%", "100.0%"),
+        ("0.0%", "75.0%"),
+    ]
+
+
+def bars_of(page: Any) -> dict[str, list[tuple[str, str]]]:
+    """Return start and width of the bars of the memory's picture, by the text for screen readers."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for tag, attributes in page.tags:
+        if tag == "svg":
+            label = attributes.get("aria-label") or ""
+        elif tag == "rect" and " planned" in label:
+            found.setdefault(label, []).append((attributes["x"], attributes["width"]))
+    return found
+
+
 def test_report_without_a_plan_has_no_comparison(paths):
-    assert "Plan and measurement" not in the_report(paths).text
+    page = the_report(paths)
+    assert "Plan and measurement" not in page.text
+    assert "Memory by term" not in page.text
 
 
 @pytest.mark.parametrize(

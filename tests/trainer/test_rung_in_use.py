@@ -18,6 +18,7 @@ from finetune_trainer.data import row_shards
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
+from finetune_trainer.inference import predict as stage
 from finetune_trainer.inference import shard_claims
 from finetune_trainer.inference.optimization import choosing, rung_in_use
 from finetune_trainer.inference.optimization.rung_in_use import FOLDER, RungInUse
@@ -82,6 +83,35 @@ def test_a_rung_by_name_computes_and_the_result_names_it(model: Path, data: Path
     assert max(abs(one["score"] - other["score"]) for one, other in scores) < 1e-5
     assert list((paths.root / FOLDER).rglob("model.onnx"))
     assert table(paths).chosen == "onnx"
+
+
+def test_quantized_weights_by_name_answer_rows(model: Path, data: Path, paths: JobPaths) -> None:
+    pytest.importorskip("bitsandbytes")
+    predict(a_job(model, data), paths, NoProgress())
+    plain = answers(paths)
+    result = predict(a_job(model, data, optimization="bnb-int8"), paths, NoProgress())
+    assert result["optimization"] == "bnb-int8"
+    found = answers(paths)
+    assert sum(one["label"] == other["label"] for one, other in zip(plain, found, strict=True)) >= 0.9 * len(TEXTS)
+    assert [row["score"] for row in found] != [row["score"] for row in plain]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("fp8", "predict.optimization fp8 is not available here: a CPU has no fp8 units"),
+        ("onnx", "predict.optimization onnx is not available here: it computes on CPUs only"),
+    ],
+)
+def test_rung_for_another_device_is_refused_by_name(
+    model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch, name: str, why: str
+) -> None:
+    if name == "onnx":
+        monkeypatch.setattr(stage, "settle", lambda _model, _device: None)
+    job = a_job(model, data, optimization=name, device="cpu" if name == "fp8" else "cuda")
+    with pytest.raises(StageError) as caught:
+        predict(job, paths, NoProgress())
+    assert (caught.value.reason, caught.value.message.startswith(why)) == ("RungNotAvailable", True)
 
 
 def test_small_job_uses_the_plain_model_and_gives_the_reason(

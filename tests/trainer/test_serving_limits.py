@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from finetune_contract.layout import EXIT_OK, JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.serving.serving_engine import ServingEngine
+from suite_plugins import http_fuzz
 from suite_plugins.fuzz import examples
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
@@ -127,6 +128,19 @@ def test_no_body_is_answered_with_a_server_error(
 ) -> None:
     for body in ({"inputs": inputs, "parameters": parameters}, {"inputs": [more], "id": inputs}):
         assert server.request(path, body).code < 500
+
+
+@examples(40)
+@given(
+    sent=http_fuzz.sendings(
+        ["/", "/models/tiny", "/v2/models/tiny/infer", "/v2/health/ready", "/metrics"],
+        {"inputs": ["a"], "parameters": {"top_k": 1}, "id": "i"},
+    )
+)
+def test_no_bytes_are_answered_with_a_server_error(server: Served, sent: bytes) -> None:
+    statuses = http_fuzz.statuses(http_fuzz.answer(server.port, sent))
+    assert statuses <= http_fuzz.ALLOWED, sent[:500]
+    assert server.request("/", {"inputs": "a"}).code == 200
 
 
 def test_full_queue_answers_429_and_keeps_the_accepted_requests(server: Served) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,11 @@ class Server:
     answers: threading.Event = field(default_factory=threading.Event)
     """Posts are accepted and answered once it is set."""
     paths: list[str] = field(default_factory=list)
+    protocol: str = "HTTP/1.0"
+    """With HTTP/1.1, connections stay open after an answer."""
+    connections: int = 0
+    closes: bool = False
+    """Close each connection after its answer, unannounced."""
 
 
 @pytest.fixture
@@ -52,13 +58,21 @@ def server(tmp_path: Path) -> Iterator[Server]:
     state.answers.set()
 
     class Handler(http.server.BaseHTTPRequestHandler):
+        def setup(self) -> None:
+            super().setup()
+            state.connections += 1
+            self.protocol_version = state.protocol
+
         def do_POST(self) -> None:
             state.answers.wait(patient(60))
+            status = state.status
             state.paths.append(self.path)
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             state.posts.append((self.headers["Authorization"], body))
-            self.send_response(state.status)
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
             self.end_headers()
+            self.close_connection = state.closes or self.close_connection
 
         def log_message(self, *args: object) -> None:
             """Print nothing."""
@@ -111,18 +125,30 @@ def test_first_and_last_update_are_posted_with_the_current_token(server: Server,
     assert status["lastUpdatedTime"].endswith("Z")
 
 
+class Counting(KubeflowProgress):
+    """Records the thread and the step of each post that is tried."""
+
+    def __init__(self, *args: Any) -> None:
+        self.tried: list[tuple[int, str]] = []
+        super().__init__(*args)
+
+    def post(self, update: KubeflowUpdate) -> None:
+        steps = [metric.value for metric in update.trainer_status.metrics if metric.name == "step"]
+        self.tried.append((threading.get_ident(), steps[0]))
+        super().post(update)
+
+    def steps(self) -> list[str]:
+        return [step for _, step in self.tried]
+
+
+def at_step(step: int) -> Progress:
+    return Progress(stage=Stage.TRAIN, step=step, total_steps=3, time=time.time())
+
+
 @pytest.mark.parametrize("trouble", ["refuses", "is slow", "is away", "has another certificate"])
 def test_a_server_in_trouble_never_disturbs_the_run_and_is_logged_once(
     trouble: str, server: Server, tmp_path: Path, caplog, monkeypatch: pytest.MonkeyPatch
 ):
-    threads: list[int] = []
-    post = KubeflowProgress._post
-
-    def counted(outlet: KubeflowProgress, update: KubeflowUpdate) -> None:
-        threads.append(threading.get_ident())
-        post(outlet, update)
-
-    monkeypatch.setattr(KubeflowProgress, "_post", counted)
     token = tmp_path / "token"
     token.write_text("x")
     url, ca_file = server.url, server.ca_file
@@ -131,19 +157,81 @@ def test_a_server_in_trouble_never_disturbs_the_run_and_is_logged_once(
     if trouble == "is slow":
         server.answers.clear()
         monkeypatch.setattr(progress, "_POST_TIMEOUT_SECONDS", 0.5)
+        monkeypatch.setattr(progress, "_CLOSE_SECONDS", 1.0)
     if trouble == "is away":
         url = "https://localhost:1/status"
     if trouble == "has another certificate":
         ca_file = None  # then the public authorities count, and ours is none
-    outlet = KubeflowProgress(url, ca_file, token)
+    outlet = Counting(url, ca_file, token)
     for step in range(3):
-        outlet.publish(Progress(stage=Stage.TRAIN, step=step, total_steps=3, time=time.time()))
-        wait_until(lambda tried=step + 1: len(threads) == tried, f"post {step + 1} is tried")
+        outlet.publish(at_step(step))
+        wait_until(lambda tried=str(step): tried in outlet.steps(), f"post {step} is tried")
     outlet.close()
-    assert threading.get_ident() not in threads, "the thread that trains posts nothing itself"
+    assert threading.get_ident() not in {thread for thread, _ in outlet.tried}, "the thread that trains posts nothing"
     assert trouble != "is slow" or not server.posts, "the end of the run waits for no answer"
     wait_until(lambda: "Progress cannot be sent" in caplog.text, "the log")
     assert len([record for record in caplog.records if "Progress cannot be sent" in record.getMessage()]) == 1
+
+
+def test_failed_update_is_posted_again_until_it_is_accepted_or_replaced(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    token = tmp_path / "token"
+    token.write_text("x")
+    monkeypatch.setattr(progress, "_AGAIN_SECONDS", patient(60))
+    outlet = Counting(server.url, server.ca_file, token)
+    server.status = 503
+    outlet.publish(at_step(0))
+    wait_until(lambda: server.posts, "step 0 is refused")
+    outlet.publish(at_step(1))
+    wait_until(lambda: len(server.posts) == 2, "step 1 is refused at once")
+    server.status = 200
+    outlet.close()
+    assert outlet.steps() == ["0", "1", "1"], "an update is not posted again after a newer one or its acceptance"
+
+
+@pytest.mark.parametrize(
+    ("protocol", "idle", "connections"), [("HTTP/1.1", 60, 1), ("HTTP/1.1", 0, 3), ("HTTP/1.0", 60, 3)]
+)
+def test_kept_connection_carries_the_next_updates_until_it_is_idle(
+    protocol: str, idle: float, connections: int, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    token = tmp_path / "token"
+    token.write_text("x")
+    monkeypatch.setattr(progress, "_IDLE_SECONDS", patient(idle))
+    server.protocol = protocol
+    outlet = KubeflowProgress(server.url, server.ca_file, token)
+    for step in range(3):
+        outlet.publish(at_step(step))
+        wait_until(lambda number=step + 1: len(server.posts) == number, f"post {step} has arrived")
+    outlet.close()
+    assert server.connections == connections
+
+
+def test_connection_closed_by_the_server_loses_no_update(server: Server, tmp_path: Path):
+    token = tmp_path / "token"
+    token.write_text("x")
+    server.protocol = "HTTP/1.1"
+    server.closes = True
+    outlet = KubeflowProgress(server.url, server.ca_file, token)
+    for step in range(2):
+        outlet.publish(at_step(step))
+        wait_until(lambda number=step + 1: len(server.posts) == number, f"post {step} has arrived")
+    outlet.close()
+    assert server.connections == 2
+
+
+def test_an_update_is_posted_three_times_at_most(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    token = tmp_path / "token"
+    token.write_text("x")
+    monkeypatch.setattr(progress, "_AGAIN_SECONDS", 0.0)
+    server.status = 503
+    outlet = Counting(server.url, server.ca_file, token)
+    outlet.publish(at_step(1))
+    wait_until(lambda: len(server.posts) == 3, "step 1 is posted three times")
+    server.status = 200
+    outlet.close()
+    assert outlet.steps() == ["1", "1", "1"]
 
 
 def test_an_address_without_tls_or_without_a_token_is_not_used(tmp_path: Path, caplog):

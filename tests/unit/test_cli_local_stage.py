@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 
 from finetune_contract.choices import Stage
-from finetune_contract.layout import FailureClass
+from finetune_contract.facts import HardwareFacts
+from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.report import FailureReport, TrainerReport
-from finetune_operator.cli.local_stage import LOG_LINES, failure_of
+from finetune_operator.api.settings import LOCAL_SETTINGS
+from finetune_operator.cli.local_run import note_fewer_processes
+from finetune_operator.cli.local_stage import LOG_LINES, failure_of, stage_command
+from finetune_operator.planning.plan import plan
+from finetune_operator.planning.plan_types import Facts
+from planning_support.cases import job
 
 
 @pytest.fixture
@@ -57,3 +63,16 @@ def test_launcher_without_a_report_is_judged_by_its_end(
     assert (found.failure_class, found.reason, found.exit_code) == expected
     assert found.rank is None
     assert message in found.message
+
+
+def test_workers_are_ranks_of_torchrun_and_fewer_are_noted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    facts = Facts(hardware=HardwareFacts(cpu_cores=4, memory_bytes=64 << 30), local=True)
+    for workers, starter, noted in ((1, "process", ""), (3, "torchrun", ""), (6, "torchrun", "4 of 6 processes")):
+        predicts = {"workers": workers, "dataset": {"uri": "hf://org/texts"}}
+        asked = job({"training": None, "dataset": None, "predict": predicts, "resources": {"gpusPerNode": 0}})
+        planned = plan(asked, facts, LOCAL_SETTINGS)
+        assert starter in stage_command(Stage.PREDICT, JobPaths.of(tmp_path, "job"), planned)
+        note_fewer_processes(asked, planned)
+        text = capsys.readouterr().err
+        assert noted in text
+        assert bool(noted) == bool(text)

@@ -226,6 +226,7 @@ def test_an_absolute_uri_stays_and_a_relative_one_counts_from_the_file(tmp_path:
     assert absolute_uri("file:///data/rows", tmp_path) == "file:///data/rows"
     assert absolute_uri("file://../rows/*.jsonl", tmp_path / "jobs") == f"file://{tmp_path}/rows/*.jsonl"
     assert absolute_uri("hf://org/rows", tmp_path) == "hf://org/rows"
+    assert absolute_uri("file://~/rows.csv", tmp_path) == f"file://{Path.home()}/rows.csv"
 
 
 def test_stage_environment_drops_variables_of_other_launchers() -> None:

@@ -496,12 +496,12 @@ def test_bytes_of_another_encoding_are_refused_with_their_place() -> None:
 
 
 def test_all_problems_of_a_file_are_reported_and_valid_documents_are_read() -> None:
-    text = "a: .inf\nb: 1\nb: 2\n---\nx: [\n---\nc: 3\n---\nd: @\n"
+    text = "a: .inf\nb: 1\nb: 2\n---\nx: ]\n---\nc: 3\n---\nd: @\n"
     documents, problems = read_documents(text)
     assert [(problem.line, problem.reason) for problem in problems] == [
         (1, "Invalid"),
         (3, "Duplicate"),
-        (6, "Syntax"),
+        (5, "Syntax"),
         (9, "Syntax"),
     ]
     assert [(document.index, document.line, document.value) for document in documents] == [
@@ -676,3 +676,49 @@ def test_any_text_is_read_or_refused_with_a_line_within_it(text: str) -> None:
     for problem in refusals_of(text):
         assert problem.line is not None
         assert 1 <= problem.line <= text.count("\n") + text.count("\r") + 2
+
+
+REPAIRS = (
+    ("a:\n  b: 1\n   c: 2\n", "begin c in the column of line 2: b", {"a": {"b": 1, "c": 2}}),
+    ("a:\n  b: 1\n c:\n    d: 2\n", "begin c in the column of line 2: b", {"a": {"b": 1, "c": {"d": 2}}}),
+    ("a:\n\tb: 1\n\tc: 2\n", "indent with spaces: line 2 begins with a tab", {"a": {"b": 1, "c": 2}}),
+    ("a:1\nb: 2\n", "put a space after the colon in line 1: a: 1", {"a": 1, "b": 2}),
+    ("a: one: two\n", "put the value of line 1 in quotes, as it contains ': '", {"a": "one: two"}),
+    ("a: 1\nb 2\nc: 3\n", "write in line 2: b: 2, with a colon", {"a": 1, "b": 2, "c": 3}),
+    ("a: {b: 1, c: [2\nd: 3\n", "close what line 1 opens, with ]}", {"a": {"b": 1, "c": [2]}, "d": 3}),
+    ('a: "one\nb: 2\n', 'close the quote in line 1, with "', {"a": "one", "b": 2}),
+    (
+        "name: @team/run\n",
+        "write name: team-run: YAML reserves @, and a name has a-z, 0-9 and -",
+        {"name": "@team/run"},
+    ),
+)
+"""Text with a syntax error, the hint, and the value that the hint gives."""
+
+
+@pytest.mark.parametrize(("text", "hint", "value"), REPAIRS)
+def test_syntax_error_names_its_repair_and_the_rest_is_read(text: str, hint: str, value: object) -> None:
+    documents, (problem,) = read_documents(text)
+    assert (problem.reason, problem.hint) == ("Syntax", hint)
+    assert [document.value for document in documents] == [value]
+
+
+def test_several_syntax_errors_are_reported_in_one_pass() -> None:
+    documents, problems = read_documents("a:1\nb:\n  c: 1\n   d: 2\ne: 3\n")
+    assert [problem.hint for problem in problems] == [
+        "put a space after the colon in line 1: a: 1",
+        "begin d in the column of line 3: c",
+    ]
+    assert [document.value for document in documents] == [{"a": 1, "b": {"c": 1, "d": 2}, "e": 3}]
+
+
+@pytest.mark.parametrize("text", ["x: ]\n", "a: 1\n- b\n", "a: {{ .Values.a }}{\n"])
+def test_syntax_error_with_several_meanings_leaves_its_document_out(text: str) -> None:
+    documents, problems = read_documents(text)
+    assert [problem.reason for problem in problems] == ["Syntax"]
+    assert documents == []
+
+
+def test_second_field_below_an_empty_one_is_named_as_misplaced() -> None:
+    _, (problem,) = read_documents("a:\nuri: 1\nb:\nuri: 2\n")
+    assert problem.hint == "indent it if it belongs to b, the field above; else remove one of the two"

@@ -23,17 +23,23 @@ from suite_plugins.patience import patient
 
 CERTIFICATES = make(server_names("ops", None), datetime.now(UTC))
 ATTACKER = "127.0.0.2"
+KEEP = b"keep"
 LIFE = patient(60.0)
 
 
 class Echo(asyncio.Protocol):
-    """Echoes the bytes that it receives."""
+    """Echoes the bytes that it receives; KEEP makes the listener keep the connection."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
+        if data == KEEP:
+            self.listener.keep(self.transport)
         self.transport.write(data)
 
 
@@ -76,7 +82,7 @@ async def listening(connections: int, seconds: float = LIFE, *, tls: bool = Fals
     contexts = TlsContexts(CERTIFICATES) if tls else None
     listener = Listener(
         "test",
-        Echo,
+        lambda: Echo(listener),
         Bounds(connections, seconds, handshake_seconds=LIFE),
         tls=None if contexts is None else contexts.server,
         dropped=lambda: dropped.append(1),
@@ -158,6 +164,23 @@ def test_a_connection_with_our_certificate_stays() -> None:
     play(scene, tls=True)
 
 
+def test_connections_of_known_senders_stay_up_to_half_of_all() -> None:
+    async def scene(running: Running) -> None:
+        kept = [await running.open() for _ in range(3)]
+        for reader, writer in zip(kept, running.writers, strict=True):
+            writer.write(KEEP)
+            assert await asyncio.wait_for(reader.readexactly(4), LIFE) == KEEP
+        for _ in range(6):
+            await running.open()
+        assert await asyncio.wait_for(_end(kept[2]), LIFE)
+        await running.until(lambda: len(running.dropped) == 5)
+        for reader, writer in zip(kept[:2], running.writers[:2], strict=True):
+            writer.write(b"word")
+            assert await asyncio.wait_for(reader.readexactly(4), LIFE) == b"word"
+
+    play(scene, connections=4)
+
+
 @pytest.mark.parametrize("silent", [False, True], ids=["opened", "in the handshake"])
 def test_a_connection_ends_after_its_time(silent: bool) -> None:
     async def scene(running: Running) -> None:
@@ -182,7 +205,7 @@ def test_a_closed_connection_makes_room() -> None:
 def test_taken_port_raises_an_error() -> None:
     async def scene(running: Running) -> None:
         with pytest.raises(OSError, match="in use"):
-            await Listener("other", Echo, Bounds(1, 1.0)).start("127.0.0.1", running.port)
+            await Listener("other", asyncio.Protocol, Bounds(1, 1.0)).start("127.0.0.1", running.port)
 
     play(scene)
 

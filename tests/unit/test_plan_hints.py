@@ -65,6 +65,15 @@ CASES: dict[str, Case] = {
         {"predict": {"optimization": "onnx"}, "resources": {"gpusPerNode": "auto"}},
         {"hardware": GPUS},
     ),
+    "a way to compute predictions that is for one GPU": (
+        {
+            "training": None,
+            "predict": {"optimization": "fp8"},
+            "model": {"uri": "hf://a/Model-70B"},
+            "resources": {"gpusPerNode": 8},
+        },
+        {"hardware": GPUS, "model": None},
+    ),
     "a way to compute answers that is for CPUs": (
         {"endpoint": {"optimization": "onnx"}, "resources": {"gpusPerNode": "auto"}},
         {"hardware": GPUS},

@@ -22,7 +22,7 @@ from finetune_operator.planning.adapter_sizes import (
 )
 from finetune_operator.planning.architectures import ARCHITECTURES, model_facts
 from finetune_operator.planning.assumed_facts import assumed_model, parse_hardware
-from finetune_operator.planning.memory import Workload, activation_bytes_per_token, estimate
+from finetune_operator.planning.memory import Workload, activation_bytes_per_token, estimate, model_states
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan, PlanRefused
 from finetune_operator.planning.summary import Row, summarise
@@ -263,6 +263,30 @@ def test_weights_in_4_bits_are_counted_so_and_the_others_as_they_were(
     assert (made.total_bytes < lora.total_bytes) == (world == GPU)
     if world == GPU:
         assert made.host_bytes == lora.host_bytes
+
+
+def test_fsdp_divides_packed_weights_and_keeps_their_scales_whole():
+    four = GPU.model_copy(update={"processes_per_node": 4})
+    shape = SHAPE.model_copy(update={"block_parameters": 62_000})
+    made = [
+        estimate(work(shape, Strategy(name="fsdp"), adapter_of(method), world=four, precision="bf16"), GIB)
+        for method in ("qlora", "lora")
+    ]
+    packed, lora = ({term.name: term.bytes for term in each.terms} for each in made)
+    scales = PACKED - 600_000 // 2
+    assert packed["parameters"] == 4 * 446_000 // 4 + 600_000 // 2 // 4 + scales
+    # Half a byte of each in 4 bits instead of two.
+    fewer = (lora["gathered blocks"] - packed["gathered blocks"]) / (600_000 // shape.layers)
+    assert fewer / (2 - 0.5) in (1, 2), "of one block or two"
+    assert made[0].total_bytes < made[1].total_bytes
+
+
+def test_offload_leaves_only_the_scales_of_packed_weights_on_the_gpu():
+    four = GPU.model_copy(update={"processes_per_node": 4})
+    strategy = Strategy(name="fsdp", offload_optimizer="cpu", offload_parameters="cpu")
+    states = model_states(work(SHAPE, strategy, adapter_of("qlora"), world=four, precision="bf16"))
+    assert states.parameters == PACKED - 600_000 // 2
+    assert states.offloaded == (4 * 446_000 + 600_000 // 2 + 12 * 46_000) // 4
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.05])

@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from finetune_contract.choices import StrategyName
-from tracing_support.cpu_runs import CASES, KeptRun, kept_runs, runs
+from tracing_support.cpu_runs import CASES, LONG_CASES, KeptRun, kept_runs, runs
 
 MEDIAN_ERROR = 0.10
 LARGEST_ERROR = 0.25
@@ -31,11 +31,12 @@ def test_half_of_the_runs_are_closer_to_their_plans(held: bool):
 
 
 def test_kept_runs_are_those_of_the_cases_and_of_all_strategies():
-    assert list(RUNS) == [case.name for case in CASES]
+    long = [case.name for case in LONG_CASES if case.name in RUNS]
+    assert list(RUNS) == [*(case.name for case in CASES), *long]
     assert {run.training.strategy.name for run in RUNS.values()} == set(STRATEGIES)
     assert {run.training.strategy.zero_stage for run in RUNS.values()} >= {1, 2, 3}
     assert any(run.training.adapter is not None for run in RUNS.values())
-    assert sum(run.held for run in RUNS.values()) * 2 == len(RUNS)
+    assert sum(run.held for run in RUNS.values()) * 2 >= len(RUNS)
     for each in kept_runs().values():
         assert each["date"]
         assert each["machine"]["processor"]

@@ -355,8 +355,8 @@ def shared(workers: object, *, rows: int | None = None, local: bool = False, **s
         ("auto", {"resources": {"nodes": 3, "gpusPerNode": 0}}, 3, "one for each node that spec.resources asks for"),
         ("auto", {"rows": 1_000}, 1, "all rows take one pod less than a second"),
         ("auto", {"rows": 1_000_000_000}, 16, "one for each GPU that spec.resources asks for"),
-        ("auto", {"local": True}, 1, "prediction without pods: this machine predicts alone"),
-        (4, {"local": True}, 1, "spec.predict.workers and spec.predict.engine hold in one"),
+        ("auto", {"local": True}, 1, "without a cluster spec.predict.workers is the number of processes"),
+        (4, {"local": True}, 1, "without a cluster spec.predict.workers is the number of processes"),
     ],
 )  # fmt: skip
 def test_workers_are_as_many_as_have_work_and_nodes(
@@ -368,6 +368,45 @@ def test_workers_are_as_many_as_have_work_and_nodes(
     workers_reasons = [reason for reason in made.reasons if re.match(pattern, reason)]
     assert len(workers_reasons) == (why is not None)
     assert why is None or why in workers_reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("workers", "machine", "count", "why"),
+    [
+        (1, {}, None, None),
+        ("auto", {}, None, None),
+        (3, {}, 3, "prediction by 3 processes on this machine, as asked: they share the rows and the cores"),
+        (5, {}, 4, "prediction by 4 processes on this machine, and not 5: one for each core"),
+        (4, {"memory_bytes": 5 << 30}, 2, "prediction by 2 processes on this machine, and not 4: each takes up to"),
+        (2, {"memory_bytes": 3 << 30}, 1, "prediction by 1 process on this machine, and not 2: each takes up to"),
+    ],
+)  # fmt: skip
+def test_workers_are_processes_on_a_machine_without_a_cluster(
+    workers: object, machine: dict[str, Any], count: int | None, why: str | None
+) -> None:
+    spec = {
+        "task": "text-classification",
+        "model": {"uri": "hf://google-bert/bert-base-uncased"},
+        "predict": {"workers": workers, "dataset": {"uri": "hf://org/texts"}},
+        "resources": {"gpusPerNode": 0},
+    }
+    hardware = HardwareFacts(**{"cpu_cores": 4, "memory_bytes": 64 << 30, **machine})
+    made = plan(
+        job({"training": None, "dataset": None, **spec}), Facts(hardware=hardware, local=True), CLUSTER_SETTINGS
+    )
+    assert (made.predict_workers, made.trainer.inference(Stage.PREDICT).processes) == (1, count or 1)
+    reasons = [reason for reason in made.reasons if "on this machine, " in reason]
+    assert len(reasons) == (why is not None)
+    assert why is None or reasons[0].startswith(why)
+    rows = [row.value for row in summarise(made)[0].rows if row.label == "predict"]
+    assert rows == ([f"{count} processes"] if count and count > 1 else [])
+
+
+def test_workers_on_a_machine_with_gpus_are_at_most_one_for_each() -> None:
+    for asked, there in {4: 4, 12: 8}.items():
+        predict = shared(asked, local=True).trainer.predict
+        assert predict is not None
+        assert (predict.workers, predict.processes) == (1, there)
 
 
 def test_workers_chosen_by_the_plan_stay_within_the_settings() -> None:
@@ -434,10 +473,10 @@ def test_spark_predicts_where_served_and_granted() -> None:
     assert by_spark(4, granted=False, predicted=True).predict_workers == 4
 
 
-def test_one_process_predicts_without_a_cluster_even_with_spark() -> None:
+def test_processes_predict_without_a_cluster_even_with_spark() -> None:
     predict = by_spark(4, granted=False, local=True).trainer.predict
     assert predict is not None
-    assert (predict.engine, predict.workers) == ("job", 1)
+    assert (predict.engine, predict.workers, predict.processes) == ("job", 1, 4)
 
 
 # --------------------------------------------------------------------------------------------------------- optimization
@@ -476,8 +515,9 @@ def test_tolerance_without_effect_is_noted(options: dict[str, Any], why: str) ->
         assert why in note
 
 
-def test_named_optimization_is_kept_on_a_cpu_and_refused_on_a_gpu() -> None:
+def test_named_optimization_is_kept_where_it_can_compute() -> None:
     assert optimization(computed({"optimization": "onnx"})) == ("onnx", None)
+    assert optimization(computed({"optimization": "fp8", "tolerance": 0.99}, gpus=1)) == ("fp8", 0.99)
     with pytest.raises(PlanRefused) as refused:
         computed({"optimization": "onnx"}, gpus="auto")
     assert [(one.path, one.reason) for one in refused.value.problems] == [("spec.predict.optimization", "NotSupported")]

@@ -9,6 +9,7 @@ import pytest
 from finetune_contract.trainer_job import Adapter, Strategy, World
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.gpu_table import GPU_MODELS
+from finetune_operator.planning.known_models import known_config
 from finetune_operator.planning.memory import Workload, estimate
 from finetune_operator.planning.plan_types import MemoryEstimate
 
@@ -82,6 +83,40 @@ def test_qlora_of_65_billion_weights_fits_a_card_of_48_gb():
     """Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (2023), abstract: one GPU of 48 GB."""
     card = next(gpu for gpu in GPU_MODELS if "A6000" in gpu.name)
     assert planned(LLAMA_65B, "qlora", 512).total_bytes <= card.memory_mib << 20
+
+
+@pytest.mark.parametrize(
+    ("processes", "offload", "length", "card"),
+    [
+        # Answer.AI's fsdp_qlora (2024), "Finetune Llama-2 70B on Dual 24GB GPUs": with offload, 512 tokens.
+        pytest.param(2, "cpu", 512, 24, id="two cards of 24 GB"),
+        # P. Schmid, "Efficiently fine-tune Llama 3 with PyTorch FSDP and Q-Lora" (2024).
+        pytest.param(2, "none", 512, 40, id="two cards of 40 GB"),
+        pytest.param(4, "cpu", 3072, 24, id="four cards of 24 GB with long rows"),
+    ],
+)
+def test_qlora_of_70_billion_weights_fits_the_gpus_that_others_used(
+    processes: int, offload: Any, length: int, card: int
+):
+    model = model_facts(known_config("llama-3.1-70b"), "text-generation")
+    strategy = Strategy(
+        name="fsdp", activation_checkpointing="full", offload_optimizer=offload, offload_parameters=offload
+    )
+    made = estimate(
+        Workload(
+            model=model,
+            task="text-generation",
+            strategy=strategy,
+            precision="bf16",
+            optimizer="adamw",
+            world=World(nodes=1, processes_per_node=processes, device="cuda", threads_per_process=1),
+            micro_batch=1,
+            length=length,
+            adapter=Adapter(method="qlora", rank=64, alpha=16, dropout=0.0),
+        ),
+        card * GIB,
+    )
+    assert made.total_bytes <= 0.97 * made.capacity_bytes
 
 
 def test_fsdp_of_175_billion_weights_fits_128_gpus_of_80_gb():

@@ -348,10 +348,15 @@ def test_good_tokens_of_one_address_do_not_count_as_guesses() -> None:
     assert run_with(operator, all_of_them, ServerLimits(unknown_burst=2, unknown_per_second=0.001)) == {200}
 
 
-def test_guesses_from_the_address_of_an_honest_pod_are_not_held_against_it() -> None:
-    claim = {"namespace": "team", "pod": {"name": "pod-0", "uid": "pod-uid"}}
+def claiming(uid: str) -> str:
+    """Return a token that claims to be of pod-0 with this uid."""
+    claim = {"namespace": "team", "pod": {"name": "pod-0", "uid": uid}}
     payload = base64.urlsafe_b64encode(json.dumps({"kubernetes.io": claim}).encode()).decode().rstrip("=")
-    new = f"a.{payload}.{CANARY}"
+    return f"a.{payload}.{CANARY}"
+
+
+def test_guesses_from_the_address_of_an_honest_pod_are_not_held_against_it() -> None:
+    new = claiming("pod-uid")
     operator = Operator(reviews={new: GOOD_STATUS})
 
     async def guess(running: Running) -> list[int]:
@@ -557,6 +562,47 @@ def test_report_is_accepted_while_its_address_holds_all_connections() -> None:
     writers: list[asyncio.StreamWriter] = []
     assert run_with(operator, crowd, ServerLimits(connections=2)) == 200
     assert operator.turned_away >= 6
+
+
+@pytest.mark.parametrize(("uid", "status"), [("pod-uid", 200), ("another", None)])
+def test_a_crowd_closes_no_connection_of_a_known_pod_under_review(uid: str, status: int | None) -> None:
+    operator = Operator(reviews={claiming(uid): GOOD_STATUS})
+    arrived, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(token: str, audience: str) -> Verdict:
+        arrived.set()
+        await go_on.wait()
+        return verdict(operator.reviews[token], audience)
+
+    operator.review_token = slow  # type: ignore[method-assign]
+    writers: list[asyncio.StreamWriter] = []
+
+    async def crowd(running: Running) -> int | None:
+        posting = asyncio.create_task(running.post(bearer=claiming(uid)))
+        await arrived.wait()
+        while operator.turned_away < 6:
+            _, writer = await asyncio.open_connection("127.0.0.1", running.port)
+            writers.append(writer)
+            await asyncio.sleep(0.01)
+        go_on.set()
+        try:
+            return (await posting)[0]
+        except aiohttp.ClientError:
+            return None
+        finally:
+            for writer in writers:
+                writer.transport.abort()
+
+    assert run_with(operator, crowd, ServerLimits(connections=2)) == status
+
+
+@pytest.mark.parametrize(("bearer", "connection"), [(GOOD, None), (token("unknown"), "close")])
+def test_connection_of_a_known_pod_stays_open_for_its_next_report(bearer: str, connection: str | None) -> None:
+    async def twice(running: Running) -> list[str | None]:
+        return [(await running.post(bearer=bearer))[2].get("Connection") for _ in range(2)]
+
+    # The first report shows whose token it is.
+    assert run_with(Operator(), twice) == ["close", connection]
 
 
 def test_a_report_in_hand_is_finished_when_the_server_stops() -> None:

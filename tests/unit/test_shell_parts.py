@@ -1,6 +1,7 @@
 """Small decisions of the operator's shell: when a status is written, who leads where, and which settings are valid."""
 
 import asyncio
+import gc
 import json
 import logging
 from collections.abc import Callable
@@ -16,9 +17,11 @@ from finetune_contract.choices import Stage
 from finetune_contract.facts import DeviceFacts
 from finetune_contract.measured_devices import MeasuredDevices
 from finetune_contract.report import Communication
-from finetune_operator.api.settings import Settings
+from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.status_times import stamp
 from finetune_operator.api.types import API_VERSION, KIND, FineTuneJobStatus, ProgressStatus, StageStatus
+from finetune_operator.kubernetes_api.errors import NoClusterError
+from finetune_operator.reconcile.decide import decide
 from finetune_operator.reconcile.fleet_metrics import Fleet
 from finetune_operator.reconcile.reconcile_types import NO_FINDINGS, Findings
 from finetune_operator.rendering.render_types import ProgressEndpoint
@@ -30,6 +33,7 @@ from finetune_operator.shell.operator_options import LogFormat, LogLevel
 from finetune_operator.shell.queue import WorkQueue
 from finetune_operator.shell.reconciler import only_progress_differs, status_body
 from finetune_operator.shell.serving import OperatorView
+from finetune_operator.shell.startup import Options, run
 from finetune_operator.shell.state import OperatorState, ProgressBook, ReportWindow
 from finetune_operator.shell.store import Store
 
@@ -264,3 +268,12 @@ def test_a_log_line_in_json_is_one_object(capsys: pytest.CaptureFixture[str]):
     assert len(lines) == 1
     entry = json.loads(lines[0])
     assert (entry["level"], entry["message"]) == ("info", 'team/demo: "new"\n-> more')
+
+
+def test_full_collections_leave_out_imported_code(tmp_path: Path) -> None:
+    options = Options(CLUSTER_SETTINGS, "ops", kubeconfig=tmp_path / "absent")
+    before = gc.get_freeze_count()
+    new = [[] for _ in range(1000)]
+    with pytest.raises(NoClusterError):
+        asyncio.run(run(options, decide))
+    assert gc.get_freeze_count() >= before + len(new)

@@ -13,6 +13,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from finetune_command import finetune
 from finetune_contract.choices import Stage
@@ -23,6 +25,8 @@ from finetune_operator.cli.ui.run_reading import readable_lines
 from finetune_operator.cli.ui.ui_runs import Workspace
 from finetune_operator.cli.ui.ui_server import Server
 from finetune_operator.cli.workspace import locked
+from suite_plugins import http_fuzz
+from suite_plugins.fuzz import examples
 from suite_plugins.patience import patient
 from ui_support import Client, history_lines, serving, write_run
 
@@ -335,6 +339,20 @@ def test_long_history_is_sampled_with_its_evaluations_and_last_line(
 def test_a_log_is_shown_as_a_terminal_leaves_it() -> None:
     raw = b"\x1b[31mred\x1b[0m\n10%\r 50%\r100%\r\n\x1b]8;;http://x\x07link\x1b]8;;\x07\nbell\x07\xff\n"
     assert readable_lines(Content(raw)) == ["red", "100%", "link", "bell\ufffd\ufffd"]
+
+
+PATHS = ["/", "/run/finished", "/run/failed", "/run/broken/report", "/run/finished/log/train", "/compare?run=finished",
+         "/job/team/a", "/static/ui.css", "/?token=x"]  # fmt: skip
+
+
+@examples(60)
+@given(sent=http_fuzz.sendings(PATHS, {}), opened=st.booleans())
+def test_no_bytes_cause_a_server_error(client: Client, sent: bytes, opened: bool) -> None:
+    own = f"Host: 127.0.0.1:{client.server.port}\r\nCookie: {client.own_cookie()}"
+    sent = sent.replace(b"Host: x", own.encode()).replace(b"POST", b"GET") if opened else sent
+    statuses = http_fuzz.statuses(http_fuzz.answer(client.server.port, sent))
+    assert statuses <= http_fuzz.ALLOWED | {303, 421}, sent[:500]
+    assert client.send("/static/icon.svg").code == 200
 
 
 def test_hostile_names_logs_and_settings_are_text(tmp_path: Path) -> None:

@@ -99,6 +99,14 @@ def block_linears(model: nn.Module) -> tuple[BlockLinear, ...]:
     return tuple(found)
 
 
+def outputs_by_inputs(layer: nn.Module) -> torch.Tensor:
+    """Return the weight of a linear layer (or GPT-2's Conv1D), one row for each output."""
+    from transformers.pytorch_utils import Conv1D
+
+    weight = cast(torch.Tensor, layer.weight).detach()
+    return weight.T if isinstance(layer, Conv1D) else weight
+
+
 def adapted_layers(model: nn.Module, adapter: Adapter, model_uri: str) -> tuple[str, ...]:
     """Return the names of the layers that `adapter` adapts, in the model's order.
 
@@ -232,7 +240,8 @@ def adapt(model: PreTrainedModel, adapter: Adapter, job: TrainerJob) -> Adapted:
     held: tuple[str, ...] = ()
     if adapter.method == "qlora":
         held = tuple(each.name for each in block_linears(model))
-        four_bits().hold(model, held, precision)
+        divided = job.training is not None and job.training.strategy.name == "fsdp"
+        four_bits().hold(model, held, precision, divided=divided)
     adapted = Adapted(adapter, layers, frozenset(matrices | whole), base, held, precision)
     if adapter.method == "dora":
         # peft takes the norms of the weights, in their type.

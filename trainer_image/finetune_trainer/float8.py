@@ -95,21 +95,27 @@ def refuse_without_library() -> None:
 
 def refuse_without_units(device: Device) -> None:
     """Raise StageError CONFIG `NoFp8Units` unless the device of this process multiplies in fp8."""
+    why = without_units(device)
+    if why is not None:
+        raise StageError(
+            FailureClass.CONFIG,
+            "NoFp8Units",
+            f"training.precision is fp8, and {why}.",
+            "Set training.precision to auto, or train on GPUs with fp8 units.",
+        )
+
+
+def without_units(device: str) -> str | None:
+    """Return the reason why the device of this process, `cpu` or `cuda`, does not multiply in fp8; None if it does."""
     found = "a CPU has no fp8 units"
     if device == "cuda":
         properties = torch.cuda.get_device_properties()
         if has_fp8(properties):
-            return
+            return None
         capability = capability_of(properties)
         kind = f"architecture {properties.gcnArchName}" if capability is None else f"compute capability {capability}"
         found = f"{properties.name}, of {kind}, has no fp8 units"
-    raise StageError(
-        FailureClass.CONFIG,
-        "NoFp8Units",
-        f"training.precision is fp8, and {found}; GPUs have them from compute capability {_dotted(FP8_FROM)} on "
-        "(AMD: from MI300 on).",
-        "Set training.precision to auto, or train on GPUs with fp8 units.",
-    )
+    return f"{found}; GPUs have them from compute capability {_dotted(FP8_FROM)} on (AMD: from MI300 on)"
 
 
 def _dotted(capability: tuple[int, int]) -> str:

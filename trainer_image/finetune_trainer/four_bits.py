@@ -20,11 +20,13 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune_contract.choices import Precision
 from finetune_contract.layout import FailureClass
+from finetune_trainer.adapters import outputs_by_inputs
 from finetune_trainer.failures import StageError
 
 _STORED_AS = torch.float32
 """Storage type of packed weights, eight to a number. Models ask a layer's weight for its type and convert inputs to it,
-T5 without a check: bytes would round them to whole numbers.
+T5 without a check: bytes would round them to whole numbers. FSDP casts what it gathers to the precision of the training
+unless it has this type already, so there it is the storage type (bitsandbytes' `bnb_4bit_quant_storage`).
 """
 _STORED_TOGETHER = 8
 _COMPUTED_IN: dict[Precision, torch.dtype] = {
@@ -35,12 +37,17 @@ _COMPUTED_IN: dict[Precision, torch.dtype] = {
 
 
 class FourBitLinear(bnb.nn.Linear4bit):  # type: ignore[misc]  # mypy skips the library
-    """A linear layer (or GPT-2's Conv1D) with its weight in 4 bits and its bias as it was, both frozen."""
+    """A linear layer (or GPT-2's Conv1D) with its weight in 4 bits and its bias as it was, both frozen.
 
-    def __init__(self, layer: nn.Linear | Conv1D, computed_in: torch.dtype) -> None:
-        weight = _outputs_by_inputs(layer)
+    The packed weight is a column of numbers of type `stored_as`; its scales are in `quant_state`, no parameters.
+    """
+
+    def __init__(
+        self, layer: nn.Linear | Conv1D, computed_in: torch.dtype, stored_as: torch.dtype = _STORED_AS
+    ) -> None:
+        weight = outputs_by_inputs(layer)
         super().__init__(weight.shape[1], weight.shape[0], bias=False, compute_dtype=computed_in, device="meta")
-        packed, state = _rounded(weight)
+        packed, state = _rounded(weight, stored_as)
         state.dtype = computed_in  # type to which a product dequantizes
         self.weight = bnb.nn.Params4bit(
             packed,
@@ -48,7 +55,7 @@ class FourBitLinear(bnb.nn.Linear4bit):  # type: ignore[misc]  # mypy skips the 
             quant_state=state,
             compress_statistics=True,
             quant_type=state.quant_type,
-            quant_storage=_STORED_AS,
+            quant_storage=stored_as,
             module=self,
             bnb_quantized=True,
         )
@@ -65,23 +72,30 @@ class FourBitLinear(bnb.nn.Linear4bit):  # type: ignore[misc]  # mypy skips the 
         """
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         product: torch.Tensor = bnb.matmul_4bit(
-            inputs.to(self.compute_dtype), self.weight, quant_state=self.weight.quant_state, bias=bias
+            inputs.to(self.compute_dtype), self.weight, quant_state=self.quant_state, bias=bias
         )
         return product if torch.is_autocast_enabled(inputs.device.type) else product.to(inputs.dtype)
+
+    def divide_on(self, device: torch.device | str) -> None:
+        """Move the packed weight and its scales to `device`, and make the weight an ordinary parameter, which FSDP
+        divides and gathers as any other. The scales, 3 % of the layer, stay whole on each process.
+        """
+        self.quant_state.to(device)
+        self.weight = nn.Parameter(self.weight.data.to(device), requires_grad=False)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         # Without the scales, which are no parameters: no part of a frozen layer is in a checkpoint.
         super(bnb.nn.Linear4bit, self)._save_to_state_dict(destination, prefix, keep_vars)
 
 
-def hold(model: nn.Module, names: Sequence[str], precision: Precision) -> None:
-    """Replace the layers of `names` by FourBitLinear, one after the other.
+def hold(model: nn.Module, names: Sequence[str], precision: Precision, *, divided: bool = False) -> None:
+    """Replace the layers of `names` by FourBitLinear, one after the other; `divided`: FSDP will divide the model.
 
     Raise StageError CONFIG `OddWeight` for a layer that cannot be packed.
     """
     for name in names:
         layer = cast("nn.Linear | Conv1D", model.get_submodule(name))
-        if layer.weight.numel() % _STORED_TOGETHER:
+        if odd_weights(layer):
             raise StageError(
                 FailureClass.CONFIG,
                 "OddWeight",
@@ -89,20 +103,31 @@ def hold(model: nn.Module, names: Sequence[str], precision: Precision) -> None:
                 f"{_STORED_TOGETHER}.",
                 "Set model.adapter.method to lora.",
             )
-        model.set_submodule(name, FourBitLinear(layer, _COMPUTED_IN[precision]))
+        computed_in = _COMPUTED_IN[precision]
+        model.set_submodule(name, FourBitLinear(layer, computed_in, computed_in if divided else _STORED_AS))
     cast(Any, model).is_loaded_in_4bit = True  # peft reads it
+
+
+def odd_weights(layer: nn.Module) -> bool:
+    """Return whether the number of a layer's weights keeps them from being packed."""
+    return cast(torch.Tensor, layer.weight).numel() % _STORED_TOGETHER != 0
+
+
+def computing_dtype(precision: Precision) -> torch.dtype:
+    """Return the type in which layers compute with the dequantized weights."""
+    return _COMPUTED_IN[precision]
 
 
 def is_held(layer: nn.Module, precision: Precision) -> bool:
     """Return whether `layer` computes with a weight in 4 bits as in QLoRA, in `precision`."""
     if not isinstance(layer, FourBitLinear):
         return False
-    state = layer.weight.quant_state
+    state, bits = layer.quant_state, 8 * layer.weight.element_size() * layer.weight.numel()
     return (
         state is not None
         and (state.quant_type, state.nested, state.blocksize) == ("nf4", True, 64)
         and not layer.weight.requires_grad
-        and layer.weight.numel() * _STORED_TOGETHER == layer.in_features * layer.out_features
+        and bits == 4 * layer.in_features * layer.out_features
         and layer.compute_dtype == state.dtype == _COMPUTED_IN[precision]
     )
 
@@ -110,21 +135,16 @@ def is_held(layer: nn.Module, precision: Precision) -> bool:
 def round_weights(model: nn.Module, names: Sequence[str]) -> None:
     """Give the ordinary layers of `names` the weights with which FourBitLinear would compute."""
     for name in names:
-        weight = _outputs_by_inputs(model.get_submodule(name))
-        weight.copy_(dequantize_4bit(*_rounded(weight)))
+        weight = outputs_by_inputs(model.get_submodule(name))
+        weight.copy_(dequantize_4bit(*_rounded(weight, _STORED_AS)))
 
 
-def _outputs_by_inputs(layer: nn.Module) -> torch.Tensor:
-    weight = cast(torch.Tensor, layer.weight).detach()
-    return weight.T if isinstance(layer, Conv1D) else weight
-
-
-def _rounded(weight: torch.Tensor) -> tuple[torch.Tensor, QuantState]:
+def _rounded(weight: torch.Tensor, stored_as: torch.dtype) -> tuple[torch.Tensor, QuantState]:
     packed, state = quantize_4bit(
         weight.float().cpu().contiguous(),
         blocksize=64,
         compress_statistics=True,
         quant_type="nf4",
-        quant_storage=_STORED_AS,
+        quant_storage=stored_as,
     )
     return packed, state

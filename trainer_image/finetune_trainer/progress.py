@@ -1,7 +1,7 @@
 """Progress reports of a stage: a file for its launcher, the Kubeflow protocol for the operator.
 
 Reporting must never disturb the work. Both outlets go through one throttle, requests are sent by a separate thread with
-short timeouts, and network errors are logged once and then ignored.
+timeouts, and network errors are logged once and then ignored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,16 @@ log = logging.getLogger(__name__)
 FILE_INTERVAL_SECONDS = 0.5
 KUBEFLOW_INTERVAL_SECONDS = 5.0
 """Minimum interval between two updates, set by the protocol."""
-_POST_TIMEOUT_SECONDS = 3.0
+_POST_TIMEOUT_SECONDS = 10.0
+"""Limit of each step of a post. A busy operator begins a TLS handshake after seconds; a new try would wait again."""
+_CLOSE_SECONDS = 6.0
+"""Longest wait for the last post when the stage ends."""
+_TRIES = 3
+"""Posts of one update: a busy operator closes connections for others, and refuses while no replica leads."""
+_IDLE_SECONDS = 20.0
+"""Longest idle time of a connection that is used again; the operator closes it after 30 s."""
+_AGAIN_SECONDS = 1.0
+"""Delay before an update is posted again; the operator accepts one a second from a pod."""
 _FIELDS = ("epoch", "loss", "samples_per_second", "tokens_per_second")
 
 
@@ -167,8 +176,10 @@ class ProgressFile:
 class KubeflowProgress:
     """POSTs the latest progress to a server of the Kubeflow Trainer protocol, from a thread of its own.
 
-    Only the newest update waits: when the server is slow, the ones between are dropped. HTTPS only, no proxies and no
-    redirects, because each request carries a bearer token.
+    Only the newest update waits: when the server is slow, the ones between are dropped. A failed post is repeated,
+    unless there is a newer update. The connection stays open for the next post if the server keeps it: while many
+    clients crowd the server, a new one takes long. HTTPS only, no proxies and no redirects, because each request
+    carries a bearer token.
     """
 
     interval_seconds = KUBEFLOW_INTERVAL_SECONDS
@@ -184,6 +195,10 @@ class KubeflowProgress:
         self._warned = False
         self._closed = False
         self._next: Progress | None = None
+        self._connection: http.client.HTTPSConnection | None = None
+        """Connection that the server keeps open after an accepted post."""
+        self._used_at = 0.0
+        """Time of that post, on the monotonic clock."""
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
         self._thread.start()
@@ -195,11 +210,11 @@ class KubeflowProgress:
             self._wake.notify()
 
     def close(self) -> None:
-        """Wait for the last post, at most two timeouts long (one may be under way)."""
+        """Wait for the last post, for a limited time."""
         with self._wake:
             self._closed = True
             self._wake.notify()
-        self._thread.join(2 * _POST_TIMEOUT_SECONDS)
+        self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
         while True:
@@ -207,22 +222,40 @@ class KubeflowProgress:
                 self._wake.wait_for(lambda: self._next is not None or self._closed)
                 progress, self._next = self._next, None
             if progress is None:
+                if self._connection is not None:
+                    self._connection.close()
                 return
-            try:
-                self._post(kubeflow_update(progress))
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                if not self._warned:
-                    log.warning(
-                        "Progress cannot be sent to %s:%s (%s); training continues without it.",
-                        self._host,
-                        self._port,
-                        error,
-                    )
-                self._warned = True
+            self._deliver(kubeflow_update(progress))
 
-    def _post(self, update: KubeflowUpdate) -> None:
-        context = ssl.create_default_context(cafile=str(self._ca_file) if self._ca_file else None)
-        connection = http.client.HTTPSConnection(self._host, self._port, timeout=_POST_TIMEOUT_SECONDS, context=context)
+    def _deliver(self, update: KubeflowUpdate) -> None:
+        """Post the update until it is accepted, a newer one waits, or all tries have failed. The first failure is
+        logged.
+        """
+        for left in reversed(range(_TRIES)):
+            try:
+                self.post(update)
+                return
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                self._warn(error)
+            with self._wake:
+                if left:
+                    # The end of the stage cuts the delay short.
+                    self._wake.wait_for(lambda: self._next is not None or self._closed, _AGAIN_SECONDS)
+                if self._next is not None:
+                    return
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            log.warning(
+                "Progress cannot be sent to %s:%s (%s); training continues without it.", self._host, self._port, error
+            )
+        self._warned = True
+
+    def post(self, update: KubeflowUpdate) -> None:
+        """Post the update once. OSError, HTTPException or ValueError if it is not accepted within the time limit of
+        each step.
+        """
+        connection = self._open()
         headers = {
             "Content-Type": "application/json",
             # Read every time: the kubelet replaces the token before it expires.
@@ -234,8 +267,21 @@ class KubeflowProgress:
             answer.read()
             if answer.status >= 300:
                 raise http.client.HTTPException(f"status {answer.status}")
+            if not answer.will_close:
+                self._connection, self._used_at = connection, time.monotonic()
         finally:
+            if connection is not self._connection:
+                connection.close()
+
+    def _open(self) -> http.client.HTTPSConnection:
+        """Return the connection of the last post, or a new one. It belongs to the caller."""
+        connection, self._connection = self._connection, None
+        if connection is not None and time.monotonic() - self._used_at < _IDLE_SECONDS:
+            return connection
+        if connection is not None:
             connection.close()
+        context = ssl.create_default_context(cafile=str(self._ca_file) if self._ca_file else None)
+        return http.client.HTTPSConnection(self._host, self._port, timeout=_POST_TIMEOUT_SECONDS, context=context)
 
 
 def kubeflow_update(progress: Progress) -> KubeflowUpdate:

@@ -28,6 +28,7 @@ from finetune_contract.trainer_job import Adapter, TrainerJob, Training, World
 from finetune_trainer import report_parts as parts
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import write_atomically
+from finetune_trainer.memory_bars import memory_picture
 from finetune_trainer.training.history import History
 from finetune_trainer.uris import public_uri
 
@@ -364,6 +365,7 @@ def write_report(
             assumptions=[str(assumption) for assumption in plan.get("assumptions", ())],
             memory=_memory_rows(plan),
             check=parts.check_rows(metrics.get("train", {})),
+            memory_picture=memory_picture(metrics.get("train", {}), plan.get("memory") or {}),
             ways=_read_json(paths.optimization),
             rungs=_rung_rows(_read_json(paths.optimization)),
             environment=_environment_rows(_read_json(paths.environment) or {}),
@@ -429,7 +431,7 @@ def _worst_metric(rung: Mapping[str, Any]) -> str:
     return f"{rung['metric']} {worse:.4f} worse" if worse > 0 else "none worse"
 
 
-_DETAILS = frozenset({"time", "peak_memory_bytes_by_rank", "measured", "plan_check"})
+_DETAILS = frozenset({"time", "peak_memory_bytes_by_rank", "measured", "plan_check", "planned"})
 """Keys of the train section that have tables of their own."""
 
 

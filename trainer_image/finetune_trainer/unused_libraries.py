@@ -20,7 +20,15 @@ def leave_out_unused(job: TrainerJob) -> None:
     if training is None or training.precision != "fp8":
         unused.append("torchao")
     else:
-        # Our image has it here, away from all other libraries.
-        sys.path.append(str(Path(sys.prefix) / "fp8"))
+        allow_import("torchao")
     for name in unused:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # Python's marker for "not to be imported"
+
+
+def allow_import(name: str) -> None:
+    """Let a library be imported after all, from the folder of our image that holds it away from all others, too."""
+    if name in sys.modules and sys.modules[name] is None:
+        del sys.modules[name]
+    place = str(Path(sys.prefix) / "fp8")
+    if name == "torchao" and place not in sys.path:
+        sys.path.append(place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import ipaddress
+import json
 import re
 from collections.abc import Iterator, Mapping, Set
 from typing import get_args
@@ -52,6 +53,10 @@ _HUB_SPLIT = re.compile(r"\w+(\.\w+)*(\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\])?(\([^)]*\
 _SLICE = re.compile(r"\[[^\[\]]*:[^\[\]]*\]$")
 _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%|0?(?P<part>\.[0-9]+)")
 _DATA_ENDING = re.compile(r"\.(jsonl?|csv|tsv|txt|parquet|arrow)(\.(gz|zst|bz2|xz))?$")
+_OTHER_FILE = re.compile(
+    r"\.(?:xlsx?|ods|xml|html?|pdf|docx?|zip|tar|tgz|rar|7z|pkl|pickle|db|sqlite|feather|orc|avro|npy|npz|h5|tfrecord)$"
+)
+"""Ending of files that people have as data, and that no reader of the trainer knows."""
 _LONGEST_ARGUMENT = 32_000
 """Maximum characters of an argument: Linux takes 131,071 bytes, and a character has up to four of them in UTF-8."""
 _METADATA_HOSTS = frozenset({"metadata", "metadata.google.internal", "instance-data", "metadata.azure.com"})
@@ -101,6 +106,7 @@ def across_fields(
         *missing,
         *_hub_names(spec),
         *_split_names(spec),
+        *_data_files(spec),
         *_settings(spec, settings),
         *allowed_problems(spec, settings),
         *_arguments(settled),
@@ -165,7 +171,9 @@ def _argument_texts(found: ArgumentProblem, given: JsonValue) -> tuple[str, str]
             kinds = [_KINDS.get(kind, kind) for kind in known_arguments()[found.name] if kind != "null"]
             return f"must be {' or '.join(kinds)}", "change it; write numbers and booleans without quotes"
         case "UnknownTracker":
-            return f"must be one or a list of {', '.join(get_args(Tracker))}", found.hint.rstrip(".")
+            named = [each for each in get_args(Tracker) if isinstance(given, list) and each in given]
+            hint = f"write {json.dumps(named)}" if named else found.hint.rstrip(".")
+            return f"must be one or a list of {', '.join(get_args(Tracker))}", hint
         case "UnknownSampling":
             return f"must be one of {', '.join(get_args(Sampling))}", "leave it out for the default of the task"
 
@@ -193,6 +201,17 @@ def _hub_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
             name = name.partition("@")[0].removeprefix("datasets/")
         if scheme == "hf" and not is_hub_name(name):
             yield Problem(path, describe_value(uri), "is not the name of a Hub repository", hub_name_hint(path, name))
+
+
+def _data_files(spec: FineTuneJobSpec) -> Iterator[Problem]:
+    """Yield files of a form that no stage reads, such as a spreadsheet."""
+    for path, uri in named_uris(spec):
+        ending = _OTHER_FILE.search(uri)
+        if path.endswith("dataset.uri") and ending is not None and not uri.startswith("hf://"):
+            yield Problem(
+                path, describe_value(uri), f"{ending[0]} files cannot be read",
+                "save the rows as .csv (UTF-8), .jsonl or .parquet, and name that file",
+            )  # fmt: skip
 
 
 def _split_names(spec: FineTuneJobSpec) -> Iterator[Problem]:

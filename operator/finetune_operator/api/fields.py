@@ -19,7 +19,7 @@ from finetune_operator.api.foreign_names import find_value
 from finetune_operator.api.hint_parts import Around
 from finetune_operator.api.hints import missing, wrong_value
 from finetune_operator.api.meant_columns import meant_task
-from finetune_operator.api.meant_uris import on_hub
+from finetune_operator.api.meant_uris import CLAIM, is_uri, on_hub
 from finetune_operator.api.meant_values import named_settings, plain_meaning
 from finetune_operator.api.name_hints import NameHint, unknown_name
 from finetune_operator.api.problems import MOST_PROBLEMS, PathPart, Problem, Reason, describe_value, format_path
@@ -159,8 +159,32 @@ def _field_problem(
     if kind == "missing":
         return Problem(format_path(full), None, "is required", missing(shape, full, schemes), reason="Required")
     rule, hint = wrong_value(shape, full, value, schemes, _around(path, document))
+    if is_uri(shape) and prefix == ("spec",) and (claim := _on_claim(value, document)) is not None:
+        hint = f"write {claim}, the claim and its folder: pods mount it themselves"
     reason: Reason = "NotSupported" if shape.body is None and isinstance(value, str) else "Invalid"
     return Problem(format_path(full), describe_value(value, full), rule, hint, reason=reason)
+
+
+def _on_claim(value: JsonValue, document: JsonValue) -> str | None:
+    """Return the URI of a path below a volume mount of a claim, as the document has them; None: it is no such path."""
+    if not isinstance(value, str) or not value.removeprefix("file://").startswith("/"):
+        return None
+    path = value.removeprefix("file://")
+    for block in ((), ("template",)):
+        mounts, volumes = value_at(document, (*block, "volumeMounts")), value_at(document, (*block, "volumes"))
+        claims = {
+            volume.get("name"): value_at(volume, ("persistentVolumeClaim", "claimName"))
+            for volume in (volumes if isinstance(volumes, list) else [])
+            if isinstance(volume, dict) and isinstance(volume.get("name"), str)
+        }
+        for mount in mounts if isinstance(mounts, list) else []:
+            folder = mount.get("mountPath") if isinstance(mount, dict) else None
+            claim = claims.get(mount.get("name")) if isinstance(mount, dict) else None
+            if isinstance(folder, str) and isinstance(claim, str) and CLAIM.fullmatch(claim):
+                folder = folder.rstrip("/")
+                if path == folder or path.startswith(f"{folder}/"):
+                    return f"pvc://{claim}{path.removeprefix(folder)}".rstrip("/")
+    return None
 
 
 def unknown_field(path: Path, value: JsonValue, names: Sequence[str], *, of_job: bool = False) -> Problem:
@@ -185,6 +209,7 @@ def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> Na
     value = value_at(document, path)
     around = _around(path, document)
     hint = unknown_name((*prefix, *path), value, names, of_job=prefix == ("spec",), around=around)
+    hint = _at_its_place(hint, path, value, document)
     setting = _SETTING_HINT.fullmatch(hint.text)
     given = value_at(document, tuple(setting[1].split("."))) if setting is not None else None
     if setting is None or not isinstance(given, str) or given == "auto" or setting[2] == given:
@@ -196,6 +221,28 @@ def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> Na
         )
     current = describe_value(given, path)
     return NameHint(f"leave it out: spec.{setting[1]} is already {current}; or replace that value")
+
+
+_TWO_PLACES = re.compile(r"move it below (spec[\w.]*) or (spec[\w.]*)")
+
+
+def _at_its_place(hint: NameHint, path: Path, value: JsonValue, document: JsonValue) -> NameHint:
+    """Return the hint for a field whose place is taken, or of whose two places one is."""
+    two = _TWO_PLACES.fullmatch(hint.text)
+    if two is not None:
+        name = str(path[-1])
+        free = [each for each in two.groups() if value_at(document, (*each.split(".")[1:], name)) is None]
+        return NameHint(f"move it below {free[0]}", f"{free[0]}.{name}") if len(free) == 1 else hint
+    place = tuple(hint.place.split(".")[1:]) if hint.place is not None else ()
+    given = value_at(document, place) if place else None
+    set_already = [value_at(document, tuple(field.split(".")[1:])) == each for field, each in hint.settings.items()]
+    if set_already and all(set_already) and hint.text.startswith("set "):
+        (field, each), *_ = hint.settings.items()
+        return NameHint(f"leave it out: {field} is already {describe_value(each, tuple(field.split('.')))}")
+    if given is None or place == path[: len(place)] or isinstance(value, dict):
+        return hint
+    other = "" if given == value else "; or replace that value"
+    return NameHint(f"leave it out: {hint.place} is already {describe_value(given, place)}{other}")
 
 
 def _around(path: Path, document: JsonValue) -> Around:

@@ -77,15 +77,21 @@ _SPLITS = "spec.dataset.splits."
 _INSTANCE_TYPE = "node.kubernetes.io/instance-type"
 
 
-def _held_out(given: JsonValue) -> Mapping[str, JsonValue]:
-    """Split the validation rows, given as a fraction (0.2) or a percentage (20), off the end of the split train."""
-    if isinstance(given, bool) or not isinstance(given, int | float):
-        return {}
-    percent = round(100 * given) if given < 1 else round(given)
-    if not 0 < percent < 100:
-        return {}
-    kept = 100 - percent
-    return {"spec.dataset.splits.train": f"train[:{kept}%]", "spec.dataset.splits.validation": f"train[{kept}%:]"}
+def _held_out(role: str) -> Callable[[JsonValue], Mapping[str, JsonValue]]:
+    """Return a function that splits the rows of a role, given as a fraction (0.2) or a percentage (20), off the end of
+    the split train.
+    """
+
+    def write(given: JsonValue) -> Mapping[str, JsonValue]:
+        if isinstance(given, bool) or not isinstance(given, int | float):
+            return {}
+        percent = round(100 * given) if given < 1 else round(given)
+        if not 0 < percent < 100:
+            return {}
+        kept = 100 - percent
+        return {f"{_SPLITS}train": f"train[:{kept}%]", f"{_SPLITS}{role}": f"train[{kept}%:]"}
+
+    return write
 
 
 _DATA_FILE = re.compile(r"(?:file://)?(?P<folder>.*/)?(?P<stem>[^/]+?)\.(?:jsonl?|csv|tsv|txt|parquet|arrow)(?:\.\w+)?")
@@ -110,10 +116,34 @@ def _data_file(role: str) -> Callable[[JsonValue, Mapping[str, JsonValue]], Mapp
             return split
         if not any(_OTHER_FILES.fullmatch(plain(name)) for name in beside):
             return {"spec.dataset.uri": f"file://{str(given).removeprefix('file://').removeprefix('./')}"}
-        folder = (found["folder"] or ".").removeprefix("./").removesuffix("/") or "/"
+        folder = (found["folder"] or "").removeprefix("./").removesuffix("/") or (
+            "/" if found["folder"] == "/" else "./"
+        )
         return {"spec.dataset.uri": f"file://{folder}", **split}
 
     return write
+
+
+_COLUMNS_OF_TYPES: Mapping[str, Mapping[str, str]] = {
+    "chattemplate": {"messages": "messages"}, "sharegpt": {"messages": "conversations"},
+    "alpaca": {"source": "instruction", "target": "output"}, "completion": {"text": "text"},
+}  # fmt: skip
+"""Type of a data set in axolotl -> its columns."""
+
+
+def _data_sets(given: JsonValue) -> Mapping[str, JsonValue]:
+    """Convert axolotl's list of one data set: its address, and the columns that its type means."""
+    match given:
+        case [{"path": str(path), **others}] if "://" in path:
+            kind = str(others.get("type", "")).split(".")[0].split(":")[0]
+            columns = dict(_COLUMNS_OF_TYPES.get(plain(kind), {}))
+            if isinstance(field := others.get("field_messages"), str) and "messages" in columns:
+                columns["messages"] = field
+            return {
+                "spec.dataset.uri": path,
+                **{f"spec.dataset.columns.{role}": name for role, name in columns.items()},
+            }
+    return {}
 
 
 def _config_name(given: JsonValue, beside: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
@@ -207,8 +237,92 @@ def _duration(given: JsonValue) -> Mapping[str, JsonValue]:
     return {"spec.training.epochs" if found[2] == "ep" else "spec.training.maxSteps": int(found[1])}
 
 
+_SECONDS: Mapping[str, int] = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def _deadline(given: JsonValue) -> Mapping[str, JsonValue]:
+    """Convert a time such as `6h`, or a duration of Composer."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([smhd])[a-z]*", given) if isinstance(given, str) else None
+    if found is None or str(given).endswith("ep"):
+        return _duration(given)
+    return {"spec.runPolicy.activeDeadlineSeconds": round(float(found[1]) * _SECONDS[found[2]])}
+
+
+_GPUS = "spec.resources.gpusPerNode"
+
+
+def _on_device(given: JsonValue) -> Mapping[str, JsonValue]:
+    """Convert the device of torch: `cpu`, `cuda`, `cuda:0`."""
+    device = plain(given).rstrip("0123456789") if isinstance(given, str) else ""
+    return {_GPUS: 0} if device == "cpu" else {_GPUS: 1} if device in ("cuda", "gpu", "rocm") else {}
+
+
+def _gpus_in_total(given: JsonValue, beside: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+    """Convert the number of all GPUs into that of a node."""
+    nodes = next((each for name, each in beside.items() if plain(name) in ("nodes", "numnodes", "nnodes")), 1)
+    if not isinstance(given, int) or not isinstance(nodes, int) or isinstance(given, bool) or nodes < 1:
+        return {}
+    return {_GPUS: given // nodes} if given % nodes == 0 and given <= 64 * nodes else {}
+
+
+def _spot(given: JsonValue) -> Mapping[str, JsonValue]:
+    """Convert a kind of capacity: `spot`, `on-demand`."""
+    known = {"spot": True, "preemptible": True, "ondemand": False, "standard": False, "regular": False}
+    enabled = known.get(plain(given)) if isinstance(given, str) else None
+    return {} if enabled is None else {"spec.spot.enabled": enabled}
+
+
+_FOUR_BITS = ("4", "4bit", "int4", "nf4", "fp4", "true", "bnb4bit", "bitsandbytes4bit")
+
+
+def _in_four_bits(given: JsonValue) -> Mapping[str, JsonValue]:
+    return {"spec.model.adapter.method": "qlora"} if plain(str(given)) in _FOUR_BITS else {}
+
+
+def _predictions(given: JsonValue) -> Mapping[str, JsonValue]:
+    """Convert the path of a file into the URI of predictions, which are JSON Lines or Parquet."""
+    if not isinstance(given, str) or not given or re.search(r"\s|^[a-z0-9]+://(?<!file://)(?<!pvc://)", given):
+        return {}
+    uri = given if "://" in given else f"file://{given.removeprefix('./')}"
+    named = re.sub(r"\.(?:csv|tsv|json|txt|xlsx?)$", ".jsonl", uri)
+    return {"spec.predict.output": named if named.endswith((".jsonl", ".parquet", "/")) else f"{named}/"}
+
+
+def _results_in(given: JsonValue) -> Mapping[str, JsonValue]:
+    """Convert the claim of results; results on a machine have their folder already."""
+    claim = re.match(r"pvc://[a-z0-9][a-z0-9.-]*", given) if isinstance(given, str) else None
+    return {} if claim is None else {"spec.storage.workspace": claim[0]}
+
+
+def _tracker_settings(tracker: str) -> Callable[[JsonValue], Mapping[str, JsonValue]]:
+    """Return a function that converts an object of a tracker's settings into its variables."""
+
+    def write(given: JsonValue) -> Mapping[str, JsonValue]:
+        inner = given if isinstance(given, dict) else {}
+        variables: list[JsonValue] = [
+            {"name": variable, "value": str(value)}
+            for name, value in inner.items()
+            if (variable := _VARIABLES.get(f"{tracker}{plain(name)}")) is not None
+        ]
+        if not variables:
+            return {}
+        return {f"{_ARGUMENTS}.report_to": [tracker], "spec.template.env": variables}
+
+    return write
+
+
+_VARIABLES: Mapping[str, str] = {
+    "wandbproject": "WANDB_PROJECT", "wandbentity": "WANDB_ENTITY", "wandbteam": "WANDB_ENTITY",
+    "wandbname": "WANDB_NAME", "wandbrunname": "WANDB_NAME",
+    "mlflowtrackinguri": "MLFLOW_TRACKING_URI", "mlflowuri": "MLFLOW_TRACKING_URI", "mlflowurl": "MLFLOW_TRACKING_URI",
+    "mlflowexperimentname": "MLFLOW_EXPERIMENT_NAME", "mlflowexperiment": "MLFLOW_EXPERIMENT_NAME",
+}  # fmt: skip
+"""Tracker and setting -> the environment variable that the tracker reads."""
+
+
 def _on_instances(given: JsonValue) -> Mapping[str, JsonValue]:
-    return {"spec.template.nodeSelector": {_INSTANCE_TYPE: given}} if isinstance(given, str) and given else {}
+    named = given.removeprefix("ml.") if isinstance(given, str) else ""  # Nodes outside SageMaker have no such prefix.
+    return {"spec.template.nodeSelector": {_INSTANCE_TYPE: named}} if named else {}
 
 
 def _pull_secrets(given: JsonValue) -> Mapping[str, JsonValue]:
@@ -266,8 +380,13 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("lora_target_linear",), AXOLOTL, "spec.model.adapter.targetModules", "which is the default", "auto"),
     ForeignName(
         ("load_in_4bit", "quantization_bit", "bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "quantization_config",
-         "quantization"),
+         "quantization", "quantize"),
         EVERYBODY, "spec.model.adapter.method", value="qlora",
+    ),
+    ForeignName(
+        ("bits", "nbits", "num_bits"), EVERYBODY, None,
+        "leave it out: qlora holds the weights in 4 bits, every other method in 16 or 32", under=("adapter", "lora"),
+        writes=_in_four_bits,
     ),
     ForeignName(
         ("load_in_8bit",), EVERYBODY, None,
@@ -290,6 +409,7 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(
         ("dataset_name", "datasets", "dataset_path", "data_path", "data_files", "dataset_dir", "data", "dataset_id"),
         EVERYBODY, "spec.dataset.uri", "hf:// before the name of a Hub repository, file:// before a path",
+        writes=_data_sets,
     ),
     ForeignName(
         ("train_file", "train_data", "train_dataset", "training_data", "training_file", "train_path", "train_uri",
@@ -326,6 +446,15 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(
         ("revision", "dataset_revision", "data_revision"), HF, None,
         "append it to spec.dataset.uri, as hf://org/name@REVISION", under=("dataset",),
+    ),
+    ForeignName(
+        ("delimiter", "separator", "sep", "encoding", "header", "quotechar", "has_header"), HF, None,
+        "leave it out: the delimiter of CSV is detected, files are UTF-8, and the first line names the columns",
+        under=("dataset",),
+    ),
+    ForeignName(
+        ("dataset", "data", "eval_dataset", "test_dataset", "rows", "dataset_split"), EVERYBODY, None,
+        "leave it out: rows of spec.dataset.splits.test are evaluated, or of validation", under=("evaluation",),
     ),
     ForeignName(("train_split", "dataset_train_split", "split"), EVERYBODY, "spec.dataset.splits.train"),
     ForeignName(
@@ -370,12 +499,18 @@ NAMES: tuple[ForeignName, ...] = (
         writes_beside=_data_file("test"),
     ),
     ForeignName(
-        ("val_set_size", "val_size", "validation_split_percentage", "test_size", "validation_size", "eval_size",
+        ("val_set_size", "val_size", "validation_split_percentage", "validation_size", "eval_size",
          "validation_fraction", "dev_size"),
         EVERYBODY, None,
         "leave it out: 5 % are held out if no split is named validation; for another fraction, write these rows to a "
         "separate file, and set spec.dataset.splits.validation to its name",
-        writes=_held_out,
+        writes=_held_out("validation"),
+    ),
+    ForeignName(
+        ("test_size", "test_fraction", "test_ratio", "test_split_percentage"), EVERYBODY, None,
+        "leave it out: write these rows to a file named test in a folder with the others, such as test.csv, and set "
+        "spec.dataset.uri to the folder",
+        writes=_held_out("test"),
     ),
     ForeignName(
         ("max_train_samples", "max_samples", "max_rows", "num_samples"), EVERYBODY, None,
@@ -515,7 +650,7 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(
         ("wandb", "use_wandb"), AXOLOTL,
         "spec.training.arguments.report_to", "set WANDB_PROJECT in spec.template.env",
-        ["wandb"],
+        ["wandb"], writes=_tracker_settings("wandb"),
     ),
     *(
         ForeignName(
@@ -530,7 +665,20 @@ NAMES: tuple[ForeignName, ...] = (
         )
     ),
     ForeignName(("tensorboard", "use_tensorboard"), HF, "spec.training.arguments.report_to", value=["tensorboard"]),
-    ForeignName(("mlflow", "use_mlflow"), HF, "spec.training.arguments.report_to", value=["mlflow"]),
+    ForeignName(
+        ("mlflow", "use_mlflow"), HF, "spec.training.arguments.report_to", value=["mlflow"],
+        writes=_tracker_settings("mlflow"),
+    ),
+    ForeignName(
+        ("hub", "upload", "publish", "hub_upload", "push"), HF, None,
+        "leave it out: model/ of the results has the Hub's layout; upload it with the Hub's own command",
+        under=("", "spec", "training", "model"),
+    ),
+    ForeignName(
+        ("notifications", "notify", "email", "slack", "webhook", "alerts", "callbacks"), EVERYBODY, None,
+        "leave it out: a job sends no notifications; `finetune wait` ends when the job does",
+        under=("", "spec", "training", "runPolicy"),
+    ),
     ForeignName(
         ("betas", "adam_betas"), f"{HF}, {DEEPSPEED}", "spec.training.arguments.adam_beta1",
         "the second beta is adam_beta2", same=False, writes=_betas,
@@ -589,7 +737,10 @@ NAMES: tuple[ForeignName, ...] = (
         ("output_dir", "overwrite_output_dir", "save_dir", "logdir", "checkpoint_dir", "results_dir"), EVERYBODY, None,
         _RESULTS,
     ),
-    ForeignName(("output",), EVERYBODY, None, _RESULTS, under=("", "spec", "training")),
+    ForeignName(
+        ("output", "results", "output_uri", "output_path", "model_output", "results_path"), EVERYBODY, None, _RESULTS,
+        under=("", "spec", "training", "model", "storage"), writes=_results_in,
+    ),
     ForeignName(("run_name", "experiment_name", "job_name", "wandb_name"), EVERYBODY, "metadata.name"),
     ForeignName(
         ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"), EVERYBODY, None,
@@ -635,7 +786,8 @@ NAMES: tuple[ForeignName, ...] = (
         ("name", "metric_name"), EVERYBODY, "spec.evaluation.gate.metric", under=("gate",),
     ),
     ForeignName(
-        ("every", "frequency", "interval", "strategy"), EVERYBODY, None, _DEFAULT_EVALUATION, under=("evaluation",),
+        ("every", "frequency", "interval", "strategy", "steps"), EVERYBODY, None, _DEFAULT_EVALUATION,
+        under=("evaluation",),
     ),
     ForeignName(
         ("batch_size", "batch", "per_device_batch_size", "max_batch_size"), EVERYBODY, None,
@@ -646,8 +798,16 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("do_sample",), HF, "spec.generation.temperature", "above 0 tokens are sampled", same=False),
     ForeignName(("top_k", "repetition_penalty"), HF, None,
         f"{_NO_COUNTERPART}; spec.generation.topP narrows the choice"),
-    ForeignName(("output_file", "predictions_file", "output_path"), HF, "spec.predict.output",
-        "a .jsonl or .parquet file, or a folder, which ends in /", same=False),
+    ForeignName(("temp",), HF, "spec.generation.temperature"),
+    ForeignName(
+        ("output_file", "predictions_file", "output_path", "output_uri", "output_dir", "save_to"), HF,
+        "spec.predict.output", "a .jsonl or .parquet file, or a folder, which ends in /", same=False,
+        under=("predict",), writes=_predictions,
+    ),
+    ForeignName(
+        ("output_file", "predictions_file"), HF, "spec.predict.output",
+        "a .jsonl or .parquet file, or a folder, which ends in /", same=False, writes=_predictions,
+    ),
     # ---- parallelism
     ForeignName(
         ("deepspeed", "ds_config", "deepspeed_config_file", "deepspeed_plugin"), f"{EVERYBODY}, {DEEPSPEED}",
@@ -685,6 +845,11 @@ NAMES: tuple[ForeignName, ...] = (
         HF, None, "leave it out: the launcher starts and connects the processes", under=("", "spec"),
     ),
     ForeignName(("ddp", "data_parallel"), EVERYBODY, "spec.parallelism.strategy", value="ddp"),
+    ForeignName(
+        ("data", "dp", "dp_size", "data_parallel_size", "data_parallel_degree", "data_parallelism"), HF, None,
+        "leave it out: all processes that tensor, pipeline and sequence leave are data-parallel ranks",
+        under=("parallelism",),
+    ),
     ForeignName(
         ("distributed", "distributed_type", "distributed_strategy", "distribution", "backend"), HF,
         "spec.parallelism.strategy",
@@ -745,7 +910,34 @@ NAMES: tuple[ForeignName, ...] = (
         KUBERNETES, "spec.resources.accelerator.product", "H100, or as in the node label nvidia.com/gpu.product",
     ),
     ForeignName(
-        ("instance_type", "machine_type", "vm_size", "node_type"), KUBERNETES, "spec.template.nodeSelector",
+        ("type", "name", "model", "kind", "gpu"), KUBERNETES, "spec.resources.accelerator.product",
+        "H100, or as in the node label nvidia.com/gpu.product", under=("accelerator",),
+    ),
+    ForeignName(
+        ("count", "number", "num", "gpus"), KUBERNETES, _GPUS, under=("accelerator",),
+    ),
+    ForeignName(
+        ("type", "model"), KUBERNETES, "spec.resources.accelerator.product",
+        "H100, or as in the node label nvidia.com/gpu.product", under=("resources",),
+    ),
+    ForeignName(
+        ("device", "device_type", "device_map"), HF, None, f"leave it out, and set {_GPUS}",
+        under=("", "spec", "training", "resources", "model"), writes=_on_device,
+    ),
+    ForeignName(
+        ("total_gpus", "gpus_total", "num_gpus_total", "gpu_total"), KUBERNETES, _GPUS,
+        "GPUs of each of spec.resources.nodes", same=False, writes_beside=_gpus_in_total,
+    ),
+    ForeignName(
+        ("tpu", "tpus", "tpu_cores", "tpu_type"), KUBERNETES, None, "leave it out: TPUs are not supported"
+    ),
+    ForeignName(
+        ("capacity_type", "capacity", "provisioning_model", "purchase_option"), KUBERNETES, "spec.spot.enabled",
+        "true for spot nodes", same=False, writes=_spot, under=("", "spec", "resources", "spot"),
+    ),
+    ForeignName(
+        ("instance_type", "machine_type", "vm_size", "node_type", "node_type_id", "driver_node_type_id"), KUBERNETES,
+        "spec.template.nodeSelector",
         f"as {{{_INSTANCE_TYPE}: TYPE}}", same=False, writes=_on_instances,
     ),
     ForeignName(("gpu_memory", "vram", "gpu_mem"), KUBERNETES, "spec.resources.accelerator.memory"),
@@ -774,8 +966,9 @@ NAMES: tuple[ForeignName, ...] = (
         under=("spec", "training"),
     ),
     ForeignName(
-        ("training_duration", "max_duration"), HF, "spec.training.epochs",
-        "3 for 3ep; a number of batches is spec.training.maxSteps", same=False, writes=_duration,
+        ("training_duration", "max_duration", "max_time"), HF, "spec.training.epochs",
+        "3 for 3ep; a number of batches is spec.training.maxSteps, and seconds are "
+        "spec.runPolicy.activeDeadlineSeconds", same=False, writes=_deadline,
     ),
     ForeignName(("train_data_path", "training_data_path"), HF, "spec.dataset.uri"),
     ForeignName(
@@ -805,6 +998,12 @@ NAMES: tuple[ForeignName, ...] = (
         "spec.training.script.hyperparameters", under=("script",),
     ),
     ForeignName(
+        ("requirements", "requirements_file", "requirements_txt", "packages", "dependencies", "pip", "pip_packages",
+         "conda", "install"),
+        EVERYBODY, None, "leave it out: a program runs in the trainer image; packages that it lacks belong in an image "
+        "of your own, spec.image", under=("script", "training", "", "spec", "git", "template"),
+    ),
+    ForeignName(
         ("branch", "revision", "tag", "commit", "version"), EVERYBODY, "spec.training.script.git.ref", under=("git",)
     ),
     ForeignName(("repo", "repository", "uri"), EVERYBODY, "spec.training.script.git.url", under=("git",)),
@@ -814,7 +1013,8 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("image", "command", "args"), KUBERNETES, None,
-        "leave it out: the operator's image trains; a program of your own is spec.training.script",
+        "leave it out: the operator's image trains; an image built on it is spec.image, a program of your own "
+        "spec.training.script",
         under=("containers", "trainer", "init_containers"),
     ),
     ForeignName(
@@ -909,7 +1109,7 @@ NAMES: tuple[ForeignName, ...] = (
         ("secret_key", "key_name", "entry", "field"), KUBERNETES, "spec.secrets.hubToken.key", under=("hubToken",),
     ),
     ForeignName(
-        ("huggingface", "hf", "hub", "hugging_face", "token", "hf_secret", "hub_secret"), KUBERNETES,
+        ("huggingface", "hf", "hub", "hugging_face", "token", "hf_secret", "hub_secret", "name"), KUBERNETES,
         "spec.secrets.hubToken.name", under=("secrets",),
     ),
     ForeignName(
@@ -928,13 +1128,20 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("labels", "annotations"), KUBERNETES, None, "move it below metadata", under=("",)),
     ForeignName(
         ("serve", "serving", "inference_service", "deploy", "deployment", "server", "inference_server"), KUBERNETES,
-        "spec.endpoint", same=False,
+        "spec.endpoint", "{} takes the defaults", {},
     ),
     ForeignName(
         ("min_replicas", "min", "num_replicas", "initial_replicas"), KUBERNETES, "spec.endpoint.replicas",
         under=("endpoint", "autoscaling"),
     ),
     ForeignName(("max",), KUBERNETES, "spec.endpoint.maxReplicas", under=("endpoint", "autoscaling")),
+    ForeignName(
+        ("target_cpu_utilization", "target_cpu_utilization_percentage", "target_cpu", "autoscale", "autoscaling",
+         "auto_scaling", "scaling", "hpa"),
+        KUBERNETES, None,
+        "leave it out: with maxReplicas above replicas, servers are added above 70 % of the CPU request",
+        under=("endpoint", "autoscaling"),
+    ),
     ForeignName(
         ("port", "ports", "service_port", "host", "service_type", "ingress", "engine", "server"), KUBERNETES, None,
         "leave it out: the operator writes the server and its Service; status.endpointUrl is the address",
@@ -959,7 +1166,8 @@ _TASKS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "text-generation",
         (
             "causal-lm", "clm", "lm", "language-modeling", "causal-language-modeling", "sft", "pt", "pretraining",
-            "instruction-tuning", "instruct", "chat", "conversational", "completion", "generation",
+            "instruction-tuning", "instruct", "instruction", "instructions", "instruction-finetune", "chat",
+            "conversational", "completion", "generation",
             "supervised-fine-tuning", "sft-trainer", "llm", "text-completion", "chat-completion",
         ),
     ),
@@ -1001,13 +1209,28 @@ VALUES: tuple[ForeignValue, ...] = (
     *(
         ForeignValue(
             _STRATEGY,
-            (f"zero{stage}", f"zero-stage-{stage}", f"deepspeed-zero{stage}", f"ds-zero{stage}", f"stage{stage}"),
+            (
+                f"zero{stage}", f"zero-stage-{stage}", f"deepspeed-zero{stage}", f"ds-zero{stage}", f"stage{stage}",
+                f"deepspeed-stage-{stage}", f"deepspeed-{stage}", f"deepspeed-zero-stage-{stage}",
+            ),
             f"{EVERYBODY}, {DEEPSPEED}", {_STRATEGY: "deepspeed", _ZERO: stage},
         )
         for stage in (0, 1, 2, 3)
     ),
     ForeignValue(_STRATEGY, ("zero",), DEEPSPEED, {_STRATEGY: "deepspeed"}),
-    ForeignValue(_STRATEGY, ("fsdp2", "fully-sharded", "full-shard", "fsdp-full-shard"), HF, {_STRATEGY: "fsdp"}),
+    ForeignValue(
+        _STRATEGY, ("fsdp2", "fully-sharded", "full-shard", "fsdp-full-shard", "full-shard-auto-wrap",
+                    "fully-sharded-data-parallel", "fsdp-full-shard-auto-wrap"),
+        HF, {_STRATEGY: "fsdp"},
+    ),
+    ForeignValue(
+        _STRATEGY, ("shard-grad-op", "shard-grad-op-auto-wrap"), HF,
+        {_STRATEGY: "fsdp", "spec.parallelism.sharding": "grad-op"},
+    ),
+    ForeignValue(
+        _STRATEGY, ("hybrid-shard", "hybrid-shard-auto-wrap"), HF,
+        {_STRATEGY: "fsdp", "spec.parallelism.sharding": "hybrid"},
+    ),
     ForeignValue(
         _STRATEGY, ("dp", "data-parallel", "distributed", "multi-gpu", "distributed-data-parallel", "nccl"), HF,
         {_STRATEGY: "ddp"},
@@ -1026,14 +1249,25 @@ VALUES: tuple[ForeignValue, ...] = (
             {_ZERO: stage})
         for stage in (0, 1, 2, 3)
     ),
-    ForeignValue(_PRECISION, ("float16", "half", "16", "16-mixed", "mixed", "amp"), EVERYBODY, {_PRECISION: "fp16"}),
-    ForeignValue(_PRECISION, ("bfloat16", "bf16-mixed", "bfloat"), EVERYBODY, {_PRECISION: "bf16"}),
+    ForeignValue(
+        _PRECISION,
+        ("float16", "half", "16", "16-mixed", "mixed", "amp", "fp16-mixed", "mixed-fp16", "mixed-float16",
+         "mixed-precision", "16bit", "16-true", True),
+        EVERYBODY, {_PRECISION: "fp16"},
+    ),
+    ForeignValue(
+        _PRECISION, ("bfloat16", "bf16-mixed", "bfloat", "mixed-bf16", "mixed-bfloat16", "bf16-true"), EVERYBODY,
+        {_PRECISION: "bf16"},
+    ),
     ForeignValue(_PRECISION, ("float32", "full", "32", "32-true", "tf32", "no", False), EVERYBODY,
         {_PRECISION: "fp32"}),
     ForeignValue(_PRECISION, ("float8", "8", "te"), EVERYBODY, {_PRECISION: "fp8"}),
     ForeignValue(
-        _PRECISION, ("int8", "int4", "4bit", "8bit", "nf4"), EVERYBODY, {},
+        _PRECISION, ("int4", "4bit", "nf4"), EVERYBODY, {},
         "leave it out, and set spec.model.adapter.method to qlora, which holds the weights in 4 bits",
+    ),
+    ForeignValue(
+        _PRECISION, ("int8", "8bit"), EVERYBODY, {_PRECISION: "auto"}, "training has no 8-bit integers",
     ),
     ForeignValue(
         "spec.training.optimizer",
@@ -1095,6 +1329,18 @@ VALUES: tuple[ForeignValue, ...] = (
     ForeignValue("spec.checkpoints.keep", ("all", "unlimited"), EVERYBODY, {"spec.checkpoints.keep": 1000}),
     ForeignValue("spec.resources.network", ("infiniband", "ib", "roce", "gpudirect"), KUBERNETES,
                  {"spec.resources.network": "rdma"}),
+    ForeignValue("spec.resources.network", ("nccl", "any"), KUBERNETES, {"spec.resources.network": "auto"}),
+    ForeignValue("spec.predict.format", ("csv", "json", "ndjson", "jsonlines", "json-lines", "tsv"), HF,
+                 {"spec.predict.format": "jsonl"}, "predictions are JSON Lines or Parquet"),
+    ForeignValue(
+        "spec.endpoint.runtime",
+        ("vllm", "tgi", "triton", "torchserve", "sglang", "ollama", "text-generation-inference"),
+        KUBERNETES, {"spec.endpoint.runtime": "auto"}, "the operator's own server answers requests",
+    ),
+    ForeignValue("spec.endpoint.runtime", ("kubernetes", "k8s", "pods"), KUBERNETES,
+                 {"spec.endpoint.runtime": "deployment"}),
+    ForeignValue("spec.endpoint.runtime", ("inferenceservice", "knative"), KUBERNETES,
+                 {"spec.endpoint.runtime": "kserve"}),
     ForeignValue("spec.resources.network", ("ethernet", "eth", "eth0", "default"), KUBERNETES,
                  {"spec.resources.network": "tcp"}),
     ForeignValue("spec.parallelism.sharding", ("full-shard", "1", True), HF, {"spec.parallelism.sharding": "full"}),
@@ -1168,4 +1414,16 @@ def find_name(name: str, parent: str) -> ForeignName | None:
 
 def find_value(path: str, value: JsonValue) -> ForeignValue | None:
     """Return the row of a value that the field at the dotted `path` does not accept."""
-    return _values().get((path, plain(str(value)))) if isinstance(value, str | bool | int) else None
+    if not isinstance(value, str | bool | int):
+        return None
+    found = _values().get((path, plain(str(value))))
+    if found is None and isinstance(value, str) and (switched := _SWITCHES.get(plain(value))) is not None:
+        return _values().get((path, switched))
+    return found
+
+
+_SWITCHES: Mapping[str, str] = {
+    **dict.fromkeys(("enabled", "enable", "on", "yes"), "true"),
+    **dict.fromkeys(("disabled", "disable", "off", "no", "never"), "false"),
+}
+"""Word -> the boolean that it stands for, as `plain` writes it."""

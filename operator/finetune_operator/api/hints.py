@@ -29,7 +29,7 @@ from finetune_operator.api.hint_parts import (
 )
 from finetune_operator.api.meant_columns import columns_in_order, task_by_words
 from finetune_operator.api.meant_uris import as_uri, is_uri, listed, uri_hint
-from finetune_operator.api.meant_values import form_hint, in_other_form, plain_meaning
+from finetune_operator.api.meant_values import NAMING, form_hint, in_other_form, plain_meaning
 from finetune_operator.api.meant_words import meaning
 from finetune_operator.api.name_index import (
     MEANINGLESS_ALONE,
@@ -148,7 +148,7 @@ def meant_inside(field: str, value: dict[str, JsonValue], *, own: str = "", with
                 names = " and ".join(dict.fromkeys(n for n, p, other in found if not p and other == given))
                 yield f"{names}: {given}"
             continue
-        if with_value and not given:
+        if with_value and not given and not place.startswith("spec.template."):
             continue
         values = {other for _, other_place, other in found if other_place == place}
         counts = [
@@ -326,6 +326,9 @@ def _wrong_value(
 ) -> tuple[str, str]:
     shape = served(shape, path)
     rule = f"must be {sentence(shape)}"
+    if is_uri(shape):
+        prefixes = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
+        rule = f"must be a URI that begins with {listed(prefixes)}"
     row = find_value(".".join(str(part) for part in path), value)
     if row is not None and not isinstance(shape.body, Boolean):
         same = list(row.instead) == [row.field]
@@ -346,7 +349,7 @@ def _wrong_text(
 ) -> tuple[str, str] | None:
     """Return the rule (empty: that of the shape) and the hint for a wrong value of a text field; None: no answer."""
     match shape.body:
-        case Text() if is_uri(shape):
+        case Text() if is_uri(shape) and not isinstance(value, dict | list):
             prefixes = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
             return f"must be a URI that begins with {listed(prefixes)}", uri_hint(value, prefixes)
         case Text(quantity=True) if isinstance(value, str) and (found := _UNITS.fullmatch(value.strip())):
@@ -391,8 +394,18 @@ def _in_place_of_object(shape: Shape, path: Sequence[PathPart], value: JsonValue
             return f"write {json.dumps([each for each in value.values() if isinstance(each, str)])}"
         case Items() if isinstance(value, dict) and value and set(value) <= set(_column_names()) and leaf == "columns":
             return "move it below spec.predict.dataset, as columns"
+        case Text() if is_uri(shape) and isinstance(value, list) and len(value) > 1:
+            return "write one URI: a folder with all files, or a glob such as file://data/*.csv"
+        case Fields(fields) if "entryPoint" in fields and isinstance(value, str):
+            program = shown_value(value, "entryPoint")
+            given = f"{{git: {{url: REPOSITORY}}, entryPoint: {program}}}"
+            return f"write {given}, with the https:// address of its git repository"
+        case Fields(fields) if leaf == "adapter" and isinstance(value, str) and "/" in value:
+            return "leave it out: training cannot continue from an adapter; spec.model.uri is a whole model"
         case Fields(fields) if isinstance(value, bool) and "enabled" in fields:
             return f"write {{enabled: {json.dumps(value)}}}"
+        case Fields() if value is False and not shape.required:
+            return "leave it out"
         case Fields(fields) if value is True and (implied := _implied_by_true(fields, path)):
             return f"write {{{implied}}}"
         case Fields(fields) if value is True and not any(field.required for field in fields.values()):
@@ -408,6 +421,8 @@ def _form_hint(shape: Shape, path: Sequence[PathPart], value: JsonValue) -> str 
     """Return the hint for a value that means another one, and for the fields inside it; None: it means none."""
     field = ".".join(str(part) for part in path)
     hint = form_hint(shape, field, value, shown_value)
+    if isinstance(shape.body, Text) and isinstance(value, dict):
+        value = {name: each for name, each in value.items() if name not in NAMING}
     if hint is not None and isinstance(value, dict) and len(path) > 1 and not isinstance(shape.body, Items):
         hint = "; ".join(
             [
@@ -440,6 +455,9 @@ def _implied_by_word(fields: Mapping[str, Shape], path: Sequence[PathPart], valu
         field = ".".join(map(str, (*path, name)))
         row = find_value(field, value)
         word = row.instead.get(field) if row is not None else None
+        beside = {each.rpartition(".")[2]: given for each, given in row.instead.items()} if row is not None else {}
+        if len(beside) > 1 and set(beside) <= set(fields):
+            return ", ".join(f"{each}: {shown_value(given, each)}" for each, given in beside.items())
         if word is None and isinstance(value, str):
             word = next((each for each in inner.words if each != "none" and plain(each) == plain(value)), None)
         if word is not None:
@@ -472,8 +490,9 @@ def missing(shape: Shape, path: Sequence[PathPart], schemes: Sequence[str] | Non
     if shape.words:
         return f"write one of {', '.join(shape.words)}"
     if isinstance(shape.body, Fields):
-        needed = " and ".join(name for name, field in shape.body.fields.items() if field.required)
-        return f"write it with {needed} below it"
+        needed = [name for name, field in shape.body.fields.items() if field.required]
+        example = ", e.g. {uri: hf://org/name}" if needed == ["uri"] else ""
+        return f"write it with {' and '.join(needed)} below it{example}"
     if is_uri(shape):
         prefixes = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
         return f"set it to a URI that begins with {listed(prefixes)}, e.g. hf://org/name"

@@ -80,6 +80,11 @@ def column_of(task: JsonValue, name: str) -> str | None:
     return next((column for aliases, column in zip(_COLUMN_ALIASES, columns, strict=True) if bare in aliases), None)
 
 
+def columns_of(task: JsonValue) -> tuple[str, ...]:
+    """Return the input and target columns of a task; empty: it is none."""
+    return _COLUMNS_OF_TASK.get(task, ()) if isinstance(task, str) else ()
+
+
 def columns_in_order(value: JsonValue, task: JsonValue) -> list[tuple[str, str]]:
     """Return the task's columns with the names of a list, input first; empty: they do not correspond."""
     columns: tuple[str, ...] = _COLUMNS_OF_TASK.get(task, ()) if isinstance(task, str) else ()

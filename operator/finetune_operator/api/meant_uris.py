@@ -22,6 +22,7 @@ _NAMED_BY = {
     "hf://": "hf:// before the name of a Hub repository", "file://": "file:// before a path",
     "pvc://": "pvc:// before the name of a claim",
 }  # fmt: skip
+_FORMS = {"hf://": "hf://ORG/NAME", "file://": "file://PATH", "pvc://": "pvc://CLAIM/PATH"}
 _REVISION = re.compile(r"([^@?#]+)(?:@([\w./-]*\w)|\?revision=([\w./-]*\w))(?:[#&].*)?")
 CLAIM = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
 _FILE = re.compile(r"(?:\.{0,2}/.*|.*\.(?:csv|tsv|txt|jsonl?|parquet|arrow|gz|zst|bz2|xz|safetensors)|.*\*.*|.*/)")
@@ -38,6 +39,13 @@ def uri_hint(value: JsonValue, prefixes: Sequence[str]) -> str:
     uri = as_uri(value)
     if uri is not None and uri.startswith(tuple(prefixes)):
         return f"write {uri}"
+    if isinstance(value, str) and _TABLE.fullmatch(value):
+        places = " or ".join(
+            f"{prefix}PATH" if prefix == "file://" else f"{prefix}CLAIM/PATH"
+            for prefix in prefixes
+            if prefix in ("file://", "pvc://")
+        )
+        return f"export the table to files, and write {places}" if places else "export the table to the Hub"
     if isinstance(value, str) and re.match(r"[A-Za-z]:[\\/]", value):
         rest = value[2:].replace("\\", "/")
         return f"write file:///mnt/{value[0].lower()}{rest} for WSL, or another path of this machine"
@@ -46,7 +54,8 @@ def uri_hint(value: JsonValue, prefixes: Sequence[str]) -> str:
     if isinstance(value, str) and "pvc://" in prefixes and CLAIM.fullmatch(value):
         return f"write pvc://{value}"
     if isinstance(value, str) and (found := _SCHEME.match(value)) and found[1].lower() not in _OWN_SCHEMES:
-        return f"{found[1]}:// is not supported in this version: copy the data to one of these locations"
+        forms = [_FORMS[prefix] for prefix in prefixes if prefix in _FORMS]
+        return f"copy the data, and write {listed(forms)}: {found[1]}:// is not supported in this version"
     named = [_NAMED_BY[prefix] for prefix in prefixes if prefix in _NAMED_BY]
     return f"write {', '.join(named)}" if named else f"begin it with {listed(prefixes)}"
 
@@ -64,7 +73,11 @@ def as_uri(value: JsonValue) -> str | None:
         return None
     elif _FILE.fullmatch(text):
         return f"file://{text.removeprefix('./')}"
-    return f"hf://{text}" if is_hub_name(text) else None
+    return f"hf://{text}" if is_hub_name(text) and not _TABLE.fullmatch(text) else None
+
+
+_TABLE = re.compile(r"(?:[A-Za-z_]\w*\.){2}[A-Za-z_]\w*")
+"""Table of a catalogue: `main.support.chats`; no repository of the Hub without an organisation has two dots."""
 
 
 def hub_name_hint(path: str, name: str) -> str:

@@ -42,6 +42,12 @@ _COUNTED = re.compile(
 """Number with the unit that the field has anyway: `512 tokens`."""
 _LETTER_NUMBER = re.compile(r"[A-Za-z]{1,2}[ =:]?([0-9]+(?:\.[0-9]+)?)")
 """Number behind the letter of a formula: `r16`."""
+_ABOUT = re.compile(
+    r"(?:about|around|approx\.?|last|max(?:imum)?|min(?:imum)?|at most|at least|up to|exactly|the last|~)\s*"
+    r"([0-9]+(?:\.[0-9]+)?)",
+    re.IGNORECASE,
+)
+"""Number behind a word that the field implies: `last 3`."""
 _COMPARED = re.compile(
     r"(?P<metric>[A-Za-z][\w/ +-]*?)\s*(?P<sign>>=|<=|=>|=<|==?|>|<|:|\u2265|\u2264)\s*"
     r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<percent>%?)"
@@ -80,7 +86,7 @@ _SECRET_NAME = re.compile(r"[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?")
 _KINDS = ("type", "name", "mode", "kind", "method", "scheduler_type")
 """Fields of an object with the word that a field here expects by itself."""
 
-_NAMING = ("field", "name", "column", "uri", "path")
+NAMING = ("field", "name", "column", "uri", "path")
 """Fields of an object with the text that a field here expects by itself."""
 
 Shown = Callable[[JsonValue, str], str]
@@ -122,7 +128,7 @@ def form_hint(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | 
             return "write its one item without the list"
         case Fields() | Text(), list():
             return "write one of its items, without the list: only one is supported"
-        case Text(), dict() if names := [value[name] for name in _NAMING if isinstance(value.get(name), str)]:
+        case Text(), dict() if names := [value[name] for name in NAMING if isinstance(value.get(name), str)]:
             return write(names[0])
         case Number(integer=True), list() if leaf == "nodes":
             return f"write their number, {len(value)}; choose nodes by spec.template.nodeSelector"
@@ -134,14 +140,28 @@ def form_hint(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | 
 
 def in_other_form(shape: Shape, path: str, value: JsonValue) -> str | None:
     """Return the hint for GPUs, a gate, splits and labels in a common other form; None: it is none of them."""
-    leaf = path.rpartition(".")[2]
+    above, _, leaf = path.rpartition(".")
+    if leaf.isdigit() and isinstance(value, str):
+        return _pod_item(above.rpartition(".")[2], value)
     match leaf, shape.body, value:
         case "gpusPerNode" | "accelerator", _, str():
             return _gpus(value, leaf)
-        case "gate", Fields(), str() if found := _COMPARED.fullmatch(value.strip()):
-            number = float(found["number"]) / (100 if found["percent"] else 1)
-            limit = "maximum" if found["sign"] in ("<", "<=", "=<", "\u2264") else "minimum"
-            return f"write {{metric: {found['metric'].strip()}, {limit}: {number:g}}}"
+        case "gpusPerNode", _, list() if value and all(isinstance(each, int) for each in value):
+            return f"write {len(value)}"
+        case "gate", Fields(), str() if (limit := compared(value)) is not None:
+            return f"write {{metric: {limit[0]}, {limit[1]}: {limit[2]:g}}}"
+        case "gate", Fields(), [dict(), dict(), *_] if unwrapped(value) is None:
+            return "write one of its items, without the list: only one is supported"
+        case "splits", Fields(), str() if (role := role_of(value)) or value == "train":
+            return f"write {{{role or value}: {value}}}"
+        case "metrics", Items(), dict() if value and all(isinstance(each, bool) for each in value.values()):
+            return f"write {json.dumps([name for name, each in value.items() if each])}"
+        case "nodeSelector", Map(), str() if labels := re.fullmatch(r"([\w./-]+)\s*[=:]\s*([\w.-]+)", value):
+            return f"write {json.dumps({labels[1]: labels[2]})}"
+        case "hyperparameters", Map(), list() if (flags := _flags(value)) is not None:
+            return f"write {json.dumps(flags, ensure_ascii=False)}"
+        case _, Fields(fields), str() if (named := _joined_fields(fields, value)) is not None:
+            return f"write {{{named}}}, with a space after each colon"
         case "splits", Fields(), list() if value and all(isinstance(each, str) for each in value):
             roles = {_ROLES.get(plain(str(each)), ""): each for each in value}
             named = ", ".join(f"{role}: {each}" for role, each in roles.items())
@@ -165,8 +185,70 @@ def in_other_form(shape: Shape, path: str, value: JsonValue) -> str | None:
     return None
 
 
+def _pod_item(list_name: str, value: str) -> str | None:
+    """Return the hint for text in place of an item of a list of pods: `A=b` in env, a taint in tolerations."""
+    name, equals, rest = value.partition("=")
+    if list_name == "env" and equals and re.fullmatch(r"[A-Za-z_]\w*", name) and not is_secret_name(name):
+        return f"write {{name: {name}, value: {json.dumps(rest)}}}"
+    if list_name == "tolerations" and (taint := _TAINT.fullmatch(value)) is not None:
+        matched = f"value: {taint['value']}" if taint["value"] else "operator: Exists"
+        effect = f", effect: {taint['effect']}" if taint["effect"] else ""
+        return f"write {{key: {taint['key']}, {matched}{effect}}}"
+    return None
+
+
+_TAINT = re.compile(r"(?P<key>[\w./-]+)(?:=(?P<value>[\w.-]+))?(?::(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?")
+"""Taint as kubectl writes it: `dedicated=ml:NoSchedule`."""
+
+
+def compared(text: str) -> tuple[str, str, float] | None:
+    """Return metric, limit (`minimum` or `maximum`) and number of a condition such as `accuracy >= 85 %`; None: it is
+    none.
+    """
+    found = _COMPARED.fullmatch(text.strip())
+    if found is None:
+        return None
+    number = float(found["number"]) / (100 if found["percent"] else 1)
+    limit = "maximum" if found["sign"] in ("<", "<=", "=<", "\u2264") else "minimum"
+    return found["metric"].strip(), limit, number
+
+
+def _joined_fields(fields: Mapping[str, Shape], text: str) -> str | None:
+    """Return fields that were written without a space after the colon, as `epochs:3`; None: they are none of these."""
+    pairs = [part.partition(":") for part in text.split()]
+    if not pairs or any(name not in fields or not value for name, _, value in pairs):
+        return None
+    return ", ".join(f"{name}: {value}" for name, _, value in pairs)
+
+
+def _flags(words: list[JsonValue]) -> dict[str, JsonValue] | None:
+    """Return the arguments of a command line, `--lr 1e-4` or `--lr=1e-4`, by name; None: they are none."""
+    found: dict[str, JsonValue] = {}
+    name = ""
+    for word in (part for each in words if isinstance(each, str | int | float) for part in str(each).split()):
+        if word.startswith("--"):
+            name, _, value = word.removeprefix("--").partition("=")
+            found[name] = _scalar(value) if value else True
+        elif name and found.get(name) is True:
+            found[name] = _scalar(word)
+        else:
+            return None
+    return found or None
+
+
+def _scalar(text: str) -> JsonValue:
+    """Return the number in a text; else the text."""
+    return next(_whole(text), text)
+
+
 def _gpus(value: str, leaf: str) -> str | None:
     """Return the hint for a product of GPUs, with or without their number, in place of the field `leaf`."""
+    if leaf == "accelerator" and plain(value) in ("gpu", "gpus", "nvidia", "cuda", "any", "auto", "nvidiacomgpu"):
+        return "leave it out: any GPU is used; spec.resources.gpusPerNode is their number"
+    if leaf == "accelerator" and plain(value) in ("amd", "rocm"):
+        return "write {resource: amd.com/gpu}"
+    if leaf == "accelerator" and plain(value) in ("cpu", "none"):
+        return "leave it out: spec.resources.gpusPerNode 0 trains on CPUs"
     found = _GPUS.fullmatch(value.strip())
     if found is None or not _GPU_WORD.search(found["product"]):
         return None
@@ -289,9 +371,14 @@ def _numbers(text: str, leaf: str) -> Iterator[float | int]:
         yield from _whole(text.replace(",", "."))
     if "Seconds" not in leaf and (found := _COUNTED.fullmatch(text)):
         yield from _whole(found["number"])
+    if "Seconds" not in leaf and (found := _ABOUT.fullmatch(text)):
+        yield from _whole(found[1])
     if found := _LETTER_NUMBER.fullmatch(text):
         yield from _whole(found[1])
-    if "Seconds" in leaf and (found := _DURATION.fullmatch(text)) and found[2].lower() in _SECONDS:
+    if leaf.endswith("Milliseconds") and (found := _DURATION.fullmatch(text)):
+        unit = found[2].lower()
+        yield round(float(found[1]) * (1 if unit.startswith(("ms", "milli")) else 1000 * _SECONDS.get(unit, 0)))
+    elif "Seconds" in leaf and (found := _DURATION.fullmatch(text)) and found[2].lower() in _SECONDS:
         yield round(float(found[1]) * _SECONDS[found[2].lower()])
     elif found := _MULTIPLE.fullmatch(text):
         yield round(float(found[1]) * (1000 if found[2] in "kK" else 1_000_000))

@@ -6,6 +6,7 @@ A hint names only features that this version serves and the settings allow. Name
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,9 +28,9 @@ from finetune_operator.api.hint_parts import (
     uri_of,
 )
 from finetune_operator.api.hints import COLUMNS, could_hold, is_block, meant_inside, places_by_words, set_field
-from finetune_operator.api.meant_columns import column_of
+from finetune_operator.api.meant_columns import column_of, columns_of
 from finetune_operator.api.meant_uris import CLAIM, as_uri, is_uri
-from finetune_operator.api.meant_values import named_settings, role_of
+from finetune_operator.api.meant_values import compared, named_settings, role_of
 from finetune_operator.api.meant_words import NAMES_OF_METRICS, gate_of, words_of
 from finetune_operator.api.name_index import (
     free_argument,
@@ -44,6 +45,8 @@ from finetune_operator.api.shapes import (
 )
 
 _CLOSE = 0.6
+_ALIKE = 0.72
+"""Similarity above which a name counts as a misspelt column: names of columns are words of their own."""
 _CLOSER = 0.84
 """Similarity above which a name counts as a misspelt one of another object; letters alone are weaker evidence there."""
 _MOST_PLACES = 3
@@ -101,17 +104,14 @@ def _unknown_name(
     parent = str(path[-2]) if len(path) > 1 else ""
     if of_job:
         row = find_name(name, parent)
-        column = column_of(around.task, name)
         if (special := _by_value(path, value, names, around)) is not None:
             return special
-        if column is not None and parent == "columns" and (row is None or row.field is None):
-            return f"did you mean {column}?"
-        if column is not None and row is not None and row.field is not None and row.field.startswith(COLUMNS):
-            return set_field(f"{COLUMNS}{column}", value)
-        if column is not None and row is None and parent == "dataset" and _COLUMN_NAME.fullmatch(str(value)):
-            return set_field(f"{COLUMNS}{column}", value)
+        if column := _by_column(name, parent, value, row, around):
+            return column
         if row is not None and row.under:
             return _by_row(row, path, value, around)
+        if parent == "columns" and "textPair" in names:
+            return _no_column(name, value, names, around)
         places = places_elsewhere(name, path)
         fitting = tuple(place for place in places if could_hold(place, value))
         if fitting:
@@ -122,6 +122,8 @@ def _unknown_name(
             places = tuple(place for place in places if is_block(place))
         if places:
             return _moved(places, name, value)
+    if not of_job and (special := _of_pods(path, value, names)):
+        return special
     near = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE)
     if of_job and not difflib.get_close_matches(name, names, n=1, cutoff=_CLOSER):
         place = places_by_words(path, value)
@@ -147,8 +149,42 @@ def _unknown_name(
     return _names_here(names)
 
 
+def _by_column(name: str, parent: str, value: JsonValue, row: ForeignName | None, around: Around) -> str:
+    """Return the hint for a common name of one of the task's columns; empty: it is none."""
+    column = column_of(around.task, name)
+    if column is None:
+        return ""
+    if parent == "columns" and (row is None or row.field is None):
+        return f"did you mean {column}?"
+    listed = row is not None and row.field is not None and row.field.startswith(COLUMNS)
+    named = row is None and parent == "dataset" and _COLUMN_NAME.fullmatch(str(value)) is not None
+    return set_field(f"{COLUMNS}{column}", value) if listed or named else ""
+
+
+def _of_pods(path: Sequence[PathPart], value: JsonValue, names: Sequence[str]) -> str:
+    """Return the hint for a common abbreviation in an object of Kubernetes; empty: it is none."""
+    name = str(path[-1])
+    misspelt = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE)
+    is_variable = tuple(names[:2]) == ("name", "value") and not misspelt and not is_secret_name(name)
+    if is_variable and isinstance(value, str | int | float):
+        return f"write it as name: {name} and value: {json.dumps(value if isinstance(value, str) else str(value))}"
+    if plain(name) in ("pvc", "claim", "claimname") and "persistentVolumeClaim" in names and isinstance(value, str):
+        return f"write it as persistentVolumeClaim: {{claimName: {value}}}"
+    return "did you mean mountPath?" if plain(name) in ("path", "mountpath", "mount") and "mountPath" in names else ""
+
+
+def _no_column(name: str, value: JsonValue, names: Sequence[str], around: Around) -> str:
+    """Return the hint for a column that no task reads, and for the name of a column of the data in our place."""
+    near = difflib.get_close_matches(name, names, n=1, cutoff=_ALIKE)
+    near = near or [known for known in names if known.lower() in words_of(name)]
+    if near:
+        return f"did you mean {near[0]}?"
+    read = columns_of(around.task)
+    return f"leave it out: {around.task} reads {', '.join(read)}" if read else _names_here(names)
+
+
 def _names_here(names: Sequence[str]) -> str:
-    return f"the fields here are {', '.join(names)}"
+    return f"rename it, or leave it out: the fields here are {', '.join(names)}"
 
 
 _ROLE_NAMES = frozenset({
@@ -168,6 +204,10 @@ def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], 
     ):
         if hint:
             return hint
+    if plain(name) == "dosample" and value is True and around.beside.get("temperature"):
+        return "leave it out: a temperature above 0 samples"
+    if plain(name) == "dosample" and isinstance(value, bool):
+        return f"set spec.generation.temperature to {'1.0' if value else '0'}"
     if name == "enabled" and above and isinstance(value, bool):
         return f"leave it out: {above} is in effect if it is set" if value else f"leave {above} out"
     if name in _REFERENCES and isinstance(value, dict) and (secret := _secret_of(value)) is not None:
@@ -214,6 +254,9 @@ def _of_results(name: str, above: str, value: JsonValue) -> str:
         ((name, value),) = value.items()
         if name not in NAMES_OF_METRICS:
             return ""
+    if isinstance(value, str) and name in NAMES_OF_METRICS and (limit := compared(f"{name} {value}")) is not None:
+        _, limit_name, number = limit
+        return f"set spec.evaluation.gate.metric to {name} and spec.evaluation.gate.{limit_name} to {number:g}"
     return gate_of(name, value) if isinstance(value, int | float) and not isinstance(value, bool) else ""
 
 
@@ -221,9 +264,11 @@ def _of_servers(name: str, above: str, value: JsonValue, names: Sequence[str]) -
     """Return the hint for Kubernetes' requests below an object with cpu and memory of its own; empty: it is none."""
     if above not in _SERVER_RESOURCES or name not in ("limits", "requests") or not isinstance(value, dict):
         return ""
-    inner = {key: each for key, each in value.items() if key in names}
-    sets = " and ".join(f"{above}.{key} to {shown_value(each, key)}" for key, each in inner.items())
-    return f"set {sets}" if sets else "leave it out: servers compute on CPUs"
+    inner = {f"{above}.{key}": each for key, each in value.items() if key in names}
+    if any(key.endswith("/gpu") for key in value):
+        inner["spec.resources.gpusPerNode"] = 1  # A server uses one GPU at most.
+    sets = " and ".join(f"{field} to {shown_value(each, field)}" for field, each in inner.items())
+    return f"set {sets}" if sets else "leave it out: servers have cpu and memory of their own, and one GPU at most"
 
 
 DEEPSPEED_KEYS = frozenset(key for key in KNOWN_KEYS.get(("zero_optimization",), ()) if "_" in key)
@@ -262,7 +307,7 @@ def _in_other_unit(path: Sequence[PathPart], value: float, names: Sequence[str])
     own = next((known for known in names if plain(known) == f"{base}seconds"), None)
     row = find_name(base, str(path[-2]) if len(path) > 1 else "")
     field = f"{above}.{own}" if own else row.field if row is not None and row.field is not None else ""
-    return f"set {field} to {seconds}" if field.endswith("Seconds") else ""
+    return f"set {field} to {seconds}" if "Seconds" in field else ""
 
 
 _SERVER_RESOURCES = ("spec.endpoint.resources",)
@@ -305,21 +350,30 @@ def _by_row(
     around: Around = NOTHING_AROUND,
 ) -> str:
     hint = further_hint(row.hint)
+    if row.field is not None and row.field.startswith("spec.dataset.splits.") and isinstance(value, int | float):
+        held_out = find_name("test_size" if row.field.endswith(".test") else "val_size", "dataset")
+        assert held_out is not None, "the table has a row for fractions of rows"
+        row = held_out
+    if row.field is not None and row.field.endswith("hubToken.name") and _is_secret_key(value):
+        return _renamed_to("spec.secrets.hubToken", path)
+    if row.field == _STRATEGY and (strategy := find_value(_STRATEGY, value)) is not None and len(strategy.instead) > 1:
+        return settings_instead(strategy)
     if row.field == GLOBAL_BATCH and not row.same and value == 1:
         return "leave it out: gradients are accumulated only if spec.training.globalBatchSize requires it"
     if rows := _sets_rows_of_a_step(row, value, around):
         return rows
     if converted := written(row, value, hub=around.hub, beside=around.beside):
-        return f"set {' and '.join(f'{field} to {shown_value(each, field)}' for field, each in converted.items())}"
+        sets = " and ".join(f"{field} to {shown_value(each, field)}" for field, each in converted.items())
+        on_sagemaker = isinstance(value, str) and value.startswith("ml.")
+        return f"set {sets}" + (f" ({value} on SageMaker HyperPod)" if on_sagemaker else "")
     if value is None:
         return "leave it out"
     if isinstance(value, str) and is_secret_name(str(path[-1])) and row.field is not None:
         return f"set {row.field}{hint}"
     if row.field is None:
+        own = str(path[1]) if tuple(path[:2]) == ("spec", "evaluation") else str(path[-1])
         inside = (
-            "; ".join(meant_inside("spec.training", value, own=str(path[-1]), with_value=True))
-            if isinstance(value, dict)
-            else ""
+            "; ".join(meant_inside("spec.training", value, own=own, with_value=True)) if isinstance(value, dict) else ""
         )
         return f"{row.hint}; {inside}" if inside else row.hint
     if row.value is not None and (value is False or value is None or value == ""):
@@ -341,6 +395,14 @@ def _by_row(
     if above == list(path[:-1]) and row.same and find_value(row.field, value) is None:
         return f"did you mean {leaf}?" + (f" ({row.hint})" if row.hint else "")
     return f"{set_field(row.field, value) if row.same else f'set {row.field}'}{hint}"
+
+
+_STRATEGY = "spec.parallelism.strategy"
+
+
+def _is_secret_key(value: JsonValue) -> bool:
+    """Return True for name and key of a Secret."""
+    return isinstance(value, dict) and "name" in value and set(value) <= {"name", "key"}
 
 
 def _renamed_to(field: str, path: Sequence[PathPart]) -> str:

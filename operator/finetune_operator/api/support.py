@@ -108,16 +108,21 @@ class Row:
     @property
     def works(self) -> str:
         """Supported values, as a sentence for documentation."""
-        return self.hint(self.schemes)
+        return f"use {', '.join(f'{scheme}://' for scheme in self.schemes)}" if self.schemes else self.hint(())
 
     def hint(self, schemes: Sequence[str]) -> str:
         """Return the hint with the supported values, if these schemes may be used."""
         if self.schemes:
-            return f"use {', '.join(f'{scheme}://' for scheme in schemes)}" if schemes else "leave it out"
+            return f"use {', '.join(_FORMS[scheme] for scheme in schemes)}" if schemes else "leave it out"
         if self.values:
             return f"use {any_of(self.values)}"
         return "leave it out"
 
+
+_FORMS: Mapping[str, str] = {
+    "hf": "hf://ORG/NAME", "file": "file://PATH", "pkg": "pkg://PACKAGE/PATH", "pvc": "pvc://CLAIM/PATH",
+}  # fmt: skip
+"""Scheme -> the form of its URIs."""
 
 ROWS: tuple[Row, ...] = (
     Row("model.uri", schemes=("hf", "file", "pkg", "pvc")),

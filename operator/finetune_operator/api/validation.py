@@ -85,7 +85,8 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
         spec_value = unwrapped(spec_value)
         if not isinstance(spec_value, dict):
             return None, problems
-    written = without_nulls(spec_value, spec_shape())
+    beside_kind = {name: value[name] for name in spec_fields() if name in value and name not in spec_value}
+    written = without_nulls({**beside_kind, **spec_value}, spec_shape())
     read = read_fields(FineTuneJobSpec, spec_shape(), written, ("spec",), _PLACEHOLDERS, settings.schemes)
     spec = read.value
     problems.extend(read.problems)
@@ -97,8 +98,9 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
     metadata = value["metadata"]
     assert isinstance(metadata, dict), "a valid job has metadata"
     known = ObjectMeta.model_validate({name: given for name, given in metadata.items() if given is not None})
-    frame = {"apiVersion": API_VERSION, "kind": KIND, "metadata": known, "spec": spec}
-    return FineTuneJob.model_validate(frame), []
+    # Its parts are validated: building FineTuneJob's own validator, with that of the status, would take half as long
+    # as everything before.
+    return FineTuneJob.model_construct(api_version=API_VERSION, kind=KIND, metadata=known, spec=spec), []
 
 
 def notices_for_invalid_job(value: JsonValue, problems: Sequence[Problem]) -> tuple[str, ...]:

@@ -184,10 +184,12 @@ def _with_absolute_uris(job: FineTuneJob, folder: Path) -> FineTuneJob:
 
 
 def absolute_uri(uri: str, folder: Path) -> str:
-    """Return a `file://` URI made absolute from `folder`; any other unchanged."""
+    """Return a `file://` URI made absolute from `folder`, with `~/` as the home folder; any other unchanged."""
     rest = uri.removeprefix("file://")
     if rest == uri:
         return uri
+    if rest.startswith("~/"):
+        rest = str(Path.home() / rest.removeprefix("~/"))
     return f"file://{(folder / rest).resolve()}"
 
 

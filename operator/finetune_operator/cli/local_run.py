@@ -54,6 +54,7 @@ from finetune_operator.cli.workspace import (
     record_inputs,
     size_of,
 )
+from finetune_operator.planning.inference import requested_processes
 from finetune_operator.planning.plan import misfits, plan
 from finetune_operator.planning.plan_types import Facts, JobPlan
 from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, files
@@ -118,6 +119,7 @@ def run(request: RunRequest) -> RunResult:
         facts = _facts(request, keep_data=Stage.PREPARE not in redone)
         planned = plan(job, facts, request.settings)
         note_misfits(misfits(job, facts, request.settings))
+        note_fewer_processes(job, planned)
         stages = _stages_to_run(request, planned)
         _check_inputs(request, planned, stages, redone)
         contract = files(planned)
@@ -210,6 +212,18 @@ def _facts(request: RunRequest, keep_data: bool) -> Facts:
     measured = measure(request.job) if request.measure else Measured(None, own_hardware())
     data = prepared_facts(request.paths, request.job) if keep_data else None
     return Facts(model=measured.model, data=data, hardware=free_part(measured.hardware), local=True)
+
+
+def note_fewer_processes(job: FineTuneJob, planned: JobPlan) -> None:
+    """Report that this machine predicts with fewer processes than the job requests."""
+    asked, there = requested_processes(job.spec.predict), planned.trainer.inference(Stage.PREDICT).processes
+    if asked is not None and there < asked:
+        hardware = planned.hardware
+        gpus = f", {hardware.gpus_per_node} GPUs" if hardware.gpus_per_node else ""
+        memory = human_bytes(hardware.memory_bytes)
+        note(
+            f"predict: {there} of {asked} processes: {hardware.cpu_cores} cores{gpus} and {memory} of memory are free."
+        )
 
 
 def _stages_to_run(request: RunRequest, planned: JobPlan) -> tuple[Stage, ...]:

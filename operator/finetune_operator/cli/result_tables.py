@@ -14,8 +14,9 @@ from finetune_contract.plan_check import PlanCheck
 from finetune_operator.api.types import FailureStatus
 from finetune_operator.cli.console import print_trimmed
 from finetune_operator.cli.display import duration
-from finetune_operator.planning.plan_types import JobPlan
-from finetune_operator.planning.summary import summarise
+from finetune_operator.cli.memory_picture import memory_bars
+from finetune_operator.planning.plan_types import JobPlan, MemoryEstimate
+from finetune_operator.planning.summary import MEMORY_SECTION, summarise
 
 
 def _table() -> Table:
@@ -29,8 +30,10 @@ def _print_indented(console: Console, table: Table, bottom: int) -> None:
     print_trimmed(console, Padding(table, (0, 0, bottom, 2), expand=False))
 
 
-def print_plan(console: Console, plan: JobPlan) -> None:
-    """Print a plan, section by section."""
+def print_plan(console: Console, plan: JobPlan, *, picture: bool | None = None) -> None:
+    """Print a plan, section by section. `picture`: also draw its memory; None: on a terminal only."""
+    if picture is None:
+        picture = console.is_terminal
     for section in summarise(plan):
         console.print(section.title, style="bold cyan")
         table = _table()
@@ -45,6 +48,18 @@ def print_plan(console: Console, plan: JobPlan) -> None:
             for row in section.rows:
                 table.add_row(row.label, row.value, row.remark)
         _print_indented(console, table, bottom=1)
+        if picture and section.title == MEMORY_SECTION and plan.memory is not None:
+            _draw_memory(console, plan.memory)
+
+
+def _draw_memory(console: Console, memory: MemoryEstimate) -> None:
+    console.print(f"Memory by term, against {human_bytes(memory.capacity_bytes)}", style="bold cyan")
+    table = _table()
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="cyan", no_wrap=True)
+    for bar in memory_bars(memory):
+        table.add_row(bar.name, bar.size, bar.drawn)
+    _print_indented(console, table, bottom=1)
 
 
 def result_rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:

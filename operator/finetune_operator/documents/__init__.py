@@ -60,10 +60,10 @@ class Document:
 def read_documents(source: str | bytes) -> tuple[list[Document], list[Problem]]:
     """Return every object in the text of a YAML or JSON file, and all problems of the file.
 
-    Bytes are UTF-8, or UTF-16 with a byte order mark. A document that is not well-formed is left out and the others are
-    still read. A document with a refused value is returned with that value as its text (the last one of duplicates), so
-    that its other fields can be checked in the same pass: while there are problems, the values must not be used for
-    more.
+    Bytes are UTF-8, or UTF-16 with a byte order mark. A document that is not well-formed is returned as the hints would
+    have it if these leave no choice, and else left out; the others are still read. A document with a refused value is
+    returned with that value as its text (the last one of duplicates), so that its other fields can be checked in the
+    same pass: while there are problems, the values must not be used for more.
     """
     documents: list[Document] = []
     problems: list[Problem] = []
@@ -141,7 +141,7 @@ def _check_documents(documents: int, line: int) -> None:
 def _read_chunk(first_line: int, chunk: str, problems: list[Problem]) -> list[Document]:
     documents: list[Document] = []
     try:
-        for node in _compose(chunk, first_line):
+        for node in _repairable(chunk, first_line, problems):
             reader = ValueReader()
             try:
                 value = reader.read(node)
@@ -152,6 +152,23 @@ def _read_chunk(first_line: int, chunk: str, problems: list[Problem]) -> list[Do
     except RefusedError as refused:
         problems.append(refused.problem)
     return documents
+
+
+def _repairable(chunk: str, first_line: int, problems: list[Problem]) -> list[Node]:
+    """Return the nodes of a chunk; one with syntax errors is read as their hints would have it, and reported."""
+    for _ in range(_MOST_REPAIRS):
+        try:
+            return _compose(chunk, first_line)
+        except RefusedError as refused:
+            if refused.repaired is None:
+                raise
+            problems.append(refused.problem)
+            chunk = refused.repaired
+    return []
+
+
+_MOST_REPAIRS = 4
+"""Syntax errors of one document that are repaired to find its other problems."""
 
 
 def _compose(chunk: str, first_line: int) -> list[Node]:

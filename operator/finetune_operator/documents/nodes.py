@@ -17,6 +17,7 @@ from typing import Protocol
 import yaml
 
 from finetune_operator.api.problems import MAX_DEPTH, Problem, Reason
+from finetune_operator.documents.repairs import repair
 from finetune_operator.documents.scalars import STANDARD_TAG, tag_shown
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -78,8 +79,12 @@ class _Mark(Protocol):
 class RefusedError(Exception):
     """A document that cannot be read any further."""
 
-    def __init__(self, position: Position, rule: str, hint: str, reason: Reason = "Syntax") -> None:
+    def __init__(
+        self, position: Position, rule: str, hint: str, reason: Reason = "Syntax", *, repaired: str | None = None
+    ) -> None:
         super().__init__(rule)
+        self.repaired = repaired
+        """Text of the document as the hint would have it; None: the hint leaves a choice."""
         self.problem = Problem(
             path="",
             value=None,
@@ -140,26 +145,8 @@ _SYNTAX_HINTS = (
 )
 
 
-_UNQUOTED = re.compile(r"\s*(?:- )?(\w+): ([@`%][\w@./:-]{1,60})\s*$")
-"""A field whose value begins with a character that YAML keeps for itself."""
-
-
 _SLASHES = re.compile(r"^[ \t]*(?=//)", re.MULTILINE)
 """Start of a comment as in other languages."""
-_NO_SPACE = re.compile(r"\s*(?:- )?(?P<name>[A-Za-z]\w*):(?P<value>[^\s:/'\"#][^\s:#]{0,60})\s*(?:#.*)?$")
-"""A field whose colon has no space after it, and no address."""
-
-
-def _without_space(text: str, line: int) -> tuple[int, str, str] | None:
-    """Return line, name and value of a field without the space after its colon, at a syntax error in `line` or on the
-    line before it; None: there is none.
-    """
-    lines = text.splitlines()
-    for at in (line, line - 1):
-        found = _NO_SPACE.match(lines[at]) if 0 <= at < len(lines) else None
-        if found is not None:
-            return at, found["name"], found["value"]
-    return None
 
 
 def _check_surrogates(text: str, position: Position) -> None:
@@ -181,31 +168,47 @@ def compose_yaml(text: str, first_line: int) -> Node | None:
     try:
         return _Composer(first_line).compose(yaml.parse(text, Loader=_LOADER))
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        mark, context = error.problem_mark or error.context_mark, error.context_mark
         detail = ", ".join(part for part in (error.context, error.problem) if part)
-        context = error.context_mark
         if mark is not None and context is not None and context.line != mark.line:
             detail += f"; it begins on line {_place(context, first_line).line}"
         rule = f"the text must be YAML or JSON: {detail}"
-        hint = next((hint for sign, hint in _SYNTAX_HINTS if sign in rule), "correct the YAML at this line")
-        named = (
-            _UNQUOTED.match(text.splitlines()[mark.line]) if mark is not None and "start any token" in rule else None
-        )
-        if named is not None:
-            hint = f'write {named[1]}: "{named[2]}": YAML reserves {named[2][0]} at the start of a value'
-            if named[1] == "name":
-                name = re.sub(r"[^a-z0-9]+", "-", named[2].lower()).strip("-")
-                hint = f"write name: {name}: YAML reserves {named[2][0]}, and a name has a-z, 0-9 and -"
-        if mark is not None and (joined := _without_space(text, mark.line)) is not None:
-            line, name, value = joined
-            hint = f"put a space after the colon in line {first_line + line}: {name}: {value}"
-        comment = _SLASHES.search(text)
-        if comment is not None:
-            line = first_line + text.count("\n", 0, comment.start())
-            hint = f"remove the comment in line {line}: JSON has none, and YAML's begin with #"
-        if "{{" in text:
-            hint = "pass the output of `helm template` for this file: double braces are Helm syntax"
-        raise RefusedError(_place(mark, first_line), rule, hint) from error
+        hint, repaired = _repair_hint(text, rule, first_line, mark, context)
+        raise RefusedError(_place(mark, first_line), rule, hint, repaired=repaired) from error
+
+
+def _repair_hint(
+    text: str, rule: str, first_line: int, mark: _Mark | None, context: _Mark | None
+) -> tuple[str, str | None]:
+    """Return the hint for a syntax error, and the text as the hint would have it, if that is certain."""
+    if "{{" in text:
+        return "pass the output of `helm template` for this file: double braces are Helm syntax", None
+    comment = _SLASHES.search(text)
+    if comment is not None:
+        line = first_line + text.count("\n", 0, comment.start())
+        return f"remove the comment in line {line}: JSON has none, and YAML's begin with #", None
+    begin = mark.line if mark is not None and context is None else 0 if context is None else context.line
+    found = None if mark is None or len(text) > _LONGEST_REPAIRED else repair(text, mark.line, begin, _error_line)
+    if found is not None:
+        return found.hint(first_line), found.text
+    return next((hint for sign, hint in _SYNTAX_HINTS if sign in rule), "correct the YAML at this line"), None
+
+
+_LONGEST_REPAIRED = 65_536
+"""Characters above which no repair is tried: each try reads the text again."""
+
+
+def _error_line(text: str) -> int | None:
+    """Return the line of the first syntax error, from 0; None: there is none."""
+    try:
+        for _ in yaml.parse(text, Loader=_LOADER):
+            pass
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        return 0 if mark is None else int(mark.line)
+    except yaml.YAMLError:
+        return 0
+    return None
 
 
 def _place(mark: _Mark | None, first_line: int) -> Position:

@@ -31,6 +31,13 @@ MERGE_KEY = "<<"
 _ALIAS_STEPS, _STEPS, _ALIAS_SHARE = 100, 1000, 0.99
 
 
+def _duplicate_hint(value: Node, empty: str) -> str:
+    """Return the hint for a field that is set twice; `empty`: the field above the second one, if it has no value."""
+    if empty:
+        return f"indent it if it belongs to {empty}, the field above; else remove one of the two"
+    return "write the fields of both in one place" if isinstance(value, Fields) else "remove one of the two"
+
+
 class ValueReader:
     """Reads one document; `problems` and `positions` fill up on the way."""
 
@@ -82,6 +89,8 @@ class ValueReader:
     def _fill(self, fields: dict[str, JsonValue], node: Fields, path: Path) -> None:
         """Set the fields of `node` in the order of the text: as for go-yaml, a merge replaces earlier fields."""
         seen: dict[str, Position] = {}
+        empty = ""
+        """Name of the field above the current one, if that has no value."""
         for key_node, value_node in node.entries:
             if isinstance(key_node, Scalar) and key_node.plain and key_node.text == MERGE_KEY:
                 self._merge(fields, value_node, path)
@@ -97,11 +106,11 @@ class ValueReader:
                     field_path,
                     None,
                     f"a field may be set once; it is already set on line {earlier}",
-                    "write the fields of both in one place"
-                    if isinstance(value_node, Fields)
-                    else "remove one of the two",
+                    _duplicate_hint(value_node, empty),
                     "Duplicate",
                 )
+            is_empty = isinstance(value_node, Scalar) and value_node.plain and not value_node.text
+            empty = key if is_empty else ""
             seen.setdefault(key, key_node.position)
             self.positions[field_path] = key_node.position
             fields[key] = self._value(value_node, field_path)
@@ -122,6 +131,8 @@ class ValueReader:
         with self._opened(node) as target:
             hint = "put the field name in quotes"
             if not isinstance(target, Scalar):
+                if isinstance(target, Fields):
+                    hint = "pass the output of `helm template` for this file: double braces are Helm syntax"
                 self._add(node.position, path, None, "a field name must be text, not a list or an object", hint)
                 return None
             try:

@@ -20,8 +20,11 @@ from finetune_contract.trainer_job import Adapter
 from finetune_operator.api.quantities import human_count
 from finetune_operator.planning.draft import Draft
 
-FOUR_BIT_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
-"""Bytes of a weight: 4 bits, a scale of 8 bits for 64 weights, and one of 32 bits for 256 of these scales."""
+PACKED_BYTES = 4 / 8
+"""Bytes of a weight in 4 bits without its scales."""
+SCALE_BYTES = (8 / 64 + 32 / (64 * 256)) / 8
+"""Bytes of the scales for each weight: one of 8 bits for 64 weights, and one of 32 bits for 256 of these scales."""
+FOUR_BIT_BYTES = PACKED_BYTES + SCALE_BYTES
 
 
 def adapted_layers(model: ModelFacts, adapter: Adapter) -> Mapping[str, LinearWidths]:

@@ -13,9 +13,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from finetune_contract.byte_text import human_bytes
-from finetune_contract.choices import LANGUAGE_TASKS, RUNG_TASKS, WRITING_TASKS, InferencePrecision, Stage
+from finetune_contract.choices import (
+    GPU_RUNGS,
+    LANGUAGE_TASKS,
+    RUNG_TASKS,
+    WRITING_TASKS,
+    InferencePrecision,
+    RungName,
+    Stage,
+)
 from finetune_contract.plans import REQUESTED_LOGITS
+from finetune_operator.api.problems import any_of
 from finetune_operator.api.quantities import human_seconds
+from finetune_operator.api.types import PredictSpec
 from finetune_operator.planning.assumed_facts import is_well_known
 from finetune_operator.planning.cost import (
     CPU_FLOPS_PER_CORE,
@@ -39,9 +49,9 @@ UNREAD_SLACK = 1.25
 """Factor by which an unread model may exceed the memory before it is refused: its size follows from its name, and a
 batch that does not fit after all is halved.
 """
-ONE_PROCESS_HERE = (
-    "this machine predicts alone, as there are no pods without a cluster; spec.predict.workers and "
-    "spec.predict.engine hold in one"
+PROCESSES_HERE = (
+    "without a cluster spec.predict.workers is the number of processes on this machine (auto: one for each GPU), and "
+    "spec.predict.engine has no effect"
 )
 WORKER_SECONDS = 300
 """Least seconds of work for a worker with `predict.workers: auto`: a pod starts and loads a model in 20 to 60 s."""
@@ -122,7 +132,7 @@ def choose_workers(draft: Draft) -> Draft:
     if asked == 1:
         return draft
     if draft.local:
-        return draft.because(f"prediction without pods: {ONE_PROCESS_HERE}")
+        return draft.because(f"prediction without pods: {PROCESSES_HERE}")
     if draft.script is not None and asked != "auto":
         return draft.refusing(
             ("predict", "workers"),
@@ -147,12 +157,17 @@ def choose_processes(draft: Draft) -> Draft:
 
     One for each GPU of a pod, or for each group of GPUs that holds a model, but no more than the host memory holds
     while they load their models, and than have `PROCESS_SECONDS` of work each, if the rows are known. Of several pods
-    that predict, each has one process.
+    that predict, each has one process. Without a cluster `predict.workers` is the number of processes that predict.
     """
-    groups = _pod_devices(draft) // draft.inference.devices
-    if groups == 1 or draft.script is not None:
+    if draft.script is not None:
         return draft
-    each = host_bytes(draft.model.parameters // draft.inference.devices)
+    groups = _pod_devices(draft) // draft.inference.devices
+    asked = requested_processes(draft.spec.predict) if draft.local else None
+    if asked is not None and Stage.PREDICT in draft.stages:
+        draft = _processes_here(draft, asked, groups)
+    if groups == 1:
+        return draft
+    each = _bytes_of_process(draft)
     there = min(groups, max(1, draft.hardware.memory_bytes // each))
     if there < groups:
         draft = draft.because(
@@ -164,7 +179,7 @@ def choose_processes(draft: Draft) -> Draft:
         draft = draft.with_inference(evaluate_processes=count).because(
             _processes_reason("evaluation", draft, there, count)
         )
-    if Stage.PREDICT in draft.stages and draft.inference.predict_workers == 1:
+    if Stage.PREDICT in draft.stages and draft.inference.predict_workers == 1 and asked is None:
         count = _enough_processes(there, _seconds_to_predict(draft))
         draft = draft.with_inference(predict_processes=count).because(
             _processes_reason("prediction", draft, there, count)
@@ -172,19 +187,55 @@ def choose_processes(draft: Draft) -> Draft:
     return draft
 
 
+def requested_processes(predict: PredictSpec | None) -> int | None:
+    """Return the number of processes that a prediction without a cluster requests; None if the plan chooses it."""
+    return None if predict is None or predict.workers == "auto" or predict.workers == 1 else predict.workers
+
+
+def _processes_here(draft: Draft, asked: int, groups: int) -> Draft:
+    """Choose `asked` processes to predict on this machine, but no more than its cores (or `groups` of GPUs) and its
+    memory hold.
+    """
+    on_cpu = draft.inference_device == "cpu"
+    places = draft.hardware.cpu_cores if on_cpu else groups
+    each = _bytes_of_process(draft)
+    held = draft.hardware.memory_bytes // each
+    count = max(1, min(asked, places, held))
+    if count == asked:
+        why = f"as asked: they share the rows{' and the cores' * on_cpu}"
+    elif count == places:
+        kind = (
+            "core" if on_cpu else "GPU" if draft.inference.devices == 1 else f"group of {draft.inference.devices} GPUs"
+        )
+        why = f"and not {asked}: one for each {kind}"
+    else:
+        memory = human_bytes(draft.hardware.memory_bytes)
+        why = f"and not {asked}: each takes up to {human_bytes(each)} of {memory} of memory while it loads its model"
+    return draft.with_inference(predict_processes=count).because(
+        f"prediction by {count} process{'es' * (count > 1)} on this machine, {why}"
+    )
+
+
+def _bytes_of_process(draft: Draft) -> int:
+    """Return the host memory, in bytes, of one process while it loads its model."""
+    return host_bytes(draft.model.parameters // draft.inference.devices)
+
+
 def _enough_processes(there: int, seconds: float | None) -> int:
     return there if seconds is None else min(there, max(1, math.ceil(seconds / PROCESS_SECONDS)))
 
 
 def _processes_reason(what: str, draft: Draft, there: int, count: int) -> str:
-    devices = draft.inference.devices
-    each = "GPU" if devices == 1 else f"group of {devices} GPUs"
-    text = f"{what} by {count} process{'es' * (count > 1)}"
-    if count == there < _pod_devices(draft) // devices:
+    text, kind = f"{what} by {count} process{'es' * (count > 1)}", _gpus_of_process(draft)
+    if count == there < _pod_devices(draft) // draft.inference.devices:
         return f"{text}, as many as the host memory holds: they share the rows"
     if count == there:
-        return f"{text}, one for each {each} of a pod: they share the rows"
-    return f"{text}, and not {there}, one for each {each}: each has at least {PROCESS_SECONDS} s of work"
+        return f"{text}, one for each {kind} of a pod: they share the rows"
+    return f"{text}, and not {there}, one for each {kind}: each has at least {PROCESS_SECONDS} s of work"
+
+
+def _gpus_of_process(draft: Draft) -> str:
+    return "GPU" if draft.inference.devices == 1 else f"group of {draft.inference.devices} GPUs"
 
 
 def _pod_devices(draft: Draft) -> int:
@@ -200,13 +251,7 @@ def choose_optimization(draft: Draft) -> Draft:
     on_cpu = draft.inference_device == "cpu"
     if asked.optimization != "auto":
         if not on_cpu:
-            draft = draft.refusing(
-                ("predict", "optimization"),
-                asked.optimization,
-                "is for CPUs in this version, and the job predicts on a GPU",
-                "leave it out, or set spec.resources.gpusPerNode to 0",
-                "NotSupported",
-            )
+            draft = _checked_on_gpu(draft, asked.optimization)
         return draft.with_inference(predict_optimization=asked.optimization)
     why = "the job predicts on a GPU" if not on_cpu else None
     if draft.spec.task not in RUNG_TASKS:
@@ -222,6 +267,19 @@ def choose_optimization(draft: Draft) -> Draft:
     return draft
 
 
+def _checked_on_gpu(draft: Draft, optimization: RungName) -> Draft:
+    """Refuse an optimization that is not for the GPUs of the job."""
+    path = ("predict", "optimization")
+    if optimization not in GPU_RUNGS:
+        rule = "is for CPUs, and the job predicts on a GPU"
+        hint = f"leave it out, use {any_of(GPU_RUNGS)}, or set spec.resources.gpusPerNode to 0"
+        return draft.refusing(path, optimization, rule, hint, "NotSupported")
+    if draft.inference.devices > 1:
+        rule = f"is for a model on one GPU, and the layers of this one are on {draft.inference.devices}"
+        return draft.refusing(path, optimization, rule, "leave it out", "NotSupported")
+    return draft
+
+
 def _automatic_workers(draft: Draft) -> tuple[int, str]:
     """Return the number, and the part of the rule that decides it."""
     if draft.script is not None:
@@ -229,7 +287,7 @@ def _automatic_workers(draft: Draft) -> tuple[int, str]:
     nodes, gpus = draft.spec.resources.nodes, draft.gpus_per_node
     devices = draft.inference.devices
     there = nodes * max(1, gpus // devices)
-    kind = "node" if not gpus else "GPU" if devices == 1 else f"group of {devices} GPUs"
+    kind = _gpus_of_process(draft) if gpus else "node"
     found = [(there, f"one for each {kind} that spec.resources asks for")]
     most = draft.settings.allow.max_workers
     if most is not None:

@@ -33,6 +33,8 @@ from finetune_contract.trainer_job import Adapter, Strategy, World
 from finetune_operator.planning.activation_shapes import RELATIVE_POSITIONS, ActivationShape, activation_shape
 from finetune_operator.planning.adapter_sizes import (
     FOUR_BIT_BYTES,
+    PACKED_BYTES,
+    SCALE_BYTES,
     adapted_layers,
     four_bit_weights,
     largest_linear,
@@ -49,10 +51,12 @@ from finetune_operator.planning.plan_types import MemoryEstimate, MemoryTerm
 from finetune_operator.planning.sequence_plan import slice_tokens
 
 MIB = 1 << 20
-Moment: TypeAlias = Literal["load", "forward", "loss", "head", "layers", "ends", "step"]
+_BACKWARD = ("layers", "reduction")
+"""Moments of the layers' backward pass."""
+Moment: TypeAlias = Literal["load", "forward", "loss", "head", "layers", "reduction", "ends", "step"]
 """Moments of a training, in their order: the conversion of weights on the device, then those of a step: the end of the
-forward pass, the loss's backward pass, the gradients of the head, the layers' backward pass, the embeddings' gradients,
-the optimizer's step.
+forward pass, the loss's backward pass, the gradients of the head, the last layer's backward pass, with FSDP that of the
+layer before while the last one's gradients are reduced, the embeddings' gradients, the optimizer's step.
 """
 
 CPU_PROCESS_BYTES = 900 * MIB
@@ -69,11 +73,13 @@ FP32_LOSSES = ("modernbert",)
 """Families other than decoders that convert their logits to fp32 for the loss."""
 BIASED_LOGITS = ("bart", "mbart", "marian", "pegasus")
 """Families with a bias of the logits that is a buffer, which FSDP leaves in fp32."""
+LAYER_NORMS = 2
+"""Inputs that a layer's two norms keep if each is one kernel; RMS norms are several, and keep more."""
 RESIDENT = ("parameters", "optimizer state", "secondary shards")
 """Names of the terms that are allocated once."""
-CPU_ALLOCATOR_SHARE = 0.2
-"""Share on a CPU of the activations, whose memory the C library gives back in parts only. Measured over a few steps
-with rows of one length; rows of other lengths need more than those.
+CPU_ALLOCATOR_SHARE = 0.3
+"""Share on a CPU of the activations, whose memory the C library gives back in parts only. Two steps with rows of one
+length take 0.2; 100 steps with rows of 4 to 128 tokens took 0.30 and 0.33 (BERT of 11 and of 1 million weights).
 """
 CPU_TRAINING_BYTES = 100 * MIB
 """Batches, thread pools and buffers of operators of a process that trains on a CPU: with the share above, the constants
@@ -277,21 +283,23 @@ def _torch_states(work: Workload) -> ModelStates:
     divided: float = work.shards / _padded(work) if work.strategy.name == "fsdp" else 1
     sizes = (_shards(held, 4, divided), _shards(count, 4, divided), _shards(count, state, divided))
     if work.strategy.offload_parameters == "cpu":
-        # torch's CPUOffloadPolicy moves all three together, and the optimizer steps on the host.
-        moved = sum(sizes)
-        return ModelStates(
-            0, 0, 0, 0, moved, 0, max(moved * work.world.processes_per_node, loading), _HOST, _HOST, _HOST
-        )
+        # torch's CPUOffloadPolicy moves all three together, and the optimizer steps on the host; scales stay.
+        scales, moved = int(SCALE_BYTES * work.four_bit), sum(sizes)
+        if work.four_bit or work.narrow:
+            moved = sum((_frozen_bytes(work, divided)[0] - scales, *sizes[1:]))
+        host = max(moved * work.world.processes_per_node, loading)
+        words = f"scales {SCALE_BYTES:.3f} x {work.four_bit:,}, the rest {_HOST}" if scales else _HOST
+        return ModelStates(scales, 0, 0, 0, moved, 0, host, words, _HOST, _HOST)
     if work.four_bit or work.narrow:
-        parameters, words = _frozen_bytes(work)
+        parameters, words = _frozen_bytes(work, divided)
         return ModelStates(
-            int(parameters / divided),
+            parameters,
             *sizes[1:],
             stepping=0,
             offloaded=0,
             disk=0,
             host=loading,
-            parameters_formula=words if divided == 1 else f"({words}) / {divided:.4g} ranks",
+            parameters_formula=words,
             gradients_formula=_formula("4", count, divided),
             optimizer_formula=_formula(f"{state:.3g}", count, divided),
         )
@@ -363,22 +371,28 @@ def _deepspeed_states(work: Workload) -> ModelStates:
 _HOST, _FILES = "on the host", "in files"
 
 
-def _frozen_bytes(work: Workload) -> tuple[int, str]:
+def _frozen_bytes(work: Workload, divided: float) -> tuple[int, str]:
     """Return the bytes of one process's weights, some of them in 4 or in 16 bits, and the formula.
 
-    A GPU gets only these forms. On a CPU the whole model is in memory as well: before it is quantized or cast, and
-    again when the adapter is merged.
+    FSDP divides packed weights among `divided` processes, and each has their scales whole. A GPU gets only these forms.
+    On a CPU the whole model is in memory as well: before it is quantized or cast, and again when the adapter is merged.
     """
-    packed, words = int(FOUR_BIT_BYTES * work.four_bit), f"{FOUR_BIT_BYTES:.3f} x {work.four_bit:,} in 4 bits"
+    packed, words = FOUR_BIT_BYTES * work.four_bit, f"{FOUR_BIT_BYTES:.3f} x {work.four_bit:,} in 4 bits"
+    if divided > 1 and work.four_bit:
+        packed = (PACKED_BYTES / divided + SCALE_BYTES) * work.four_bit
+        words = f"({PACKED_BYTES} / {divided:.4g} + scales {SCALE_BYTES:.3f}) x {work.four_bit:,} in 4 bits"
     if work.world.device == "cpu":
         if not work.four_bit:
-            return 4 * work.held, _formula("4", work.held, 1)
-        return 4 * work.held + packed, f"4 x {work.held:,}, read and merged whole, + {words}"
+            return int(4 * work.held / divided), _formula("4", work.held, divided)
+        return 4 * work.held + int(packed), f"4 x {work.held:,}, read and merged whole, + {words}"
     wide = work.held - work.four_bit - work.narrow
     terms = [f"4 x {wide:,}"]
     terms += [f"2 x {work.narrow:,} frozen"] if work.narrow else []
-    terms += [words] if work.four_bit else []
-    return 4 * wide + 2 * work.narrow + packed, " + ".join(terms)
+    whole = " + ".join(terms)
+    if divided > 1:
+        whole = f"({whole}) / {divided:.4g} ranks"
+    size = int((4 * wide + 2 * work.narrow) / divided + packed)
+    return size, f"{whole} + {words}" if work.four_bit else whole
 
 
 def _unfolded(work: Workload) -> MemoryTerm | None:
@@ -506,16 +520,34 @@ def activation_bytes_per_token(work: Workload) -> int:
     hidden += 2 * wider / tensor
     norms = shape.norm_inputs * work.wide + shape.norm_casts * (4 - work.wide)
     norms += wider * shape.query_norms * (work.wide + (4 - work.wide) / 2)
+    frozen = work.adapter is not None and work.adapter.method != "dora"  # DoRA keeps a little more than is counted
+    if frozen and work.strategy.activation_checkpointing == "none" and shape.norm_inputs > LAYER_NORMS:
+        # A norm of several operations keeps its normalised input for the gradient of its weight, which is frozen here.
+        # A layer that is recomputed has it for a moment.
+        norms -= shape.norm_inputs / 2 * work.wide
     # With dropout before an adapter's matrices their inputs are counted there; a frozen layer keeps none.
     casts = shape.shared_inputs if work.autocast and not (work.adapter and work.adapter.dropout) else 0
     fp32 = shape.feed_forward_fp32 if work.autocast and work.world.device == "cuda" else 0
     feed_forward = shape.feed_forward * work.compute_bytes + fp32 * (4 - work.compute_bytes)
+    routed = 0.0
+    if model.idle_parameters and work.world.device == "cuda":
+        # The experts' products are outside of autocast: in the type of their weights.
+        width = 4 if work.autocast else work.compute_bytes
+        feed_forward = shape.feed_forward * width
+        # Inputs sorted by expert, which frozen experts do not need again, and outputs.
+        routed = (1 if work.adapter else 2) * width * experts_of_a_token(model)
     linear = (
-        model.hidden_size * (norms + (hidden + casts) * work.compute_bytes + shape.dropout_masks * mask)
+        model.hidden_size * (norms + routed + (hidden + casts) * work.compute_bytes + shape.dropout_masks * mask)
         + model.intermediate_size * feed_forward / tensor
     )
     attention = model.attention_heads / tensor * _score_bytes_per_token(work)
     return int(linear + attention + _mask_bytes_per_token(work) + _adapter_bytes_per_token(work, mask))
+
+
+def experts_of_a_token(model: ModelFacts) -> float:
+    """Return the number of experts of a layer that a token passes; 0 for a model without experts."""
+    weights = model.layers * model.block_parameters - sum(each.weights for each in model.linear_layers.values())
+    return model.experts * max(0.0, 1 - model.idle_parameters / weights) if model.experts and weights > 0 else 0.0
 
 
 def _query_width(model: ModelFacts) -> int:
@@ -595,9 +627,9 @@ def _activations(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
     logits = judged * model.vocabulary_size * _logit_bytes(work, moment) if judges else 0
     kept, what = _kept_bytes_per_token(work)
     pipeline = work.strategy.pipeline
-    layers, kept_at_once = work.layers, _kept_at_once(work, moment)
-    recomputes = work.strategy.activation_checkpointing != "none" and moment == "layers"
-    if moment == "layers" and work.world.device == "cuda":
+    layers, kept_at_once = work.layers - (moment == "reduction"), _kept_at_once(work, moment)
+    recomputes = work.strategy.activation_checkpointing != "none" and moment in _BACKWARD
+    if moment in _BACKWARD and work.world.device == "cuda":
         ends += _passing_bytes_per_token(work)
     again = max(0, layer - kept) if work.strategy.activation_checkpointing == "selective" else layer
     words = f"{layers} {what}" if what == "layer inputs" else f"{layers} layers x {what}"
@@ -605,7 +637,7 @@ def _activations(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
     total, offloaded = layers * kept * kept_at_once + (again if recomputes else 0) + ends, 0
     if work.strategy.offload_activations != "none" and work.world.device == "cuda":
         # Only the layer that computes is on the device; none does while the loss is computed.
-        computing = layer if moment in ("forward", "layers") else 0
+        computing = layer if moment in ("forward", *_BACKWARD) else 0
         words, total, offloaded = f"{1 if computing else 0} layers of {layer:,}", computing + ends, layers * kept
     if moment == "ends":
         total, logits = layers * kept * kept_at_once, 0
@@ -745,12 +777,16 @@ def _gathered(work: Workload, moment: Moment) -> MemoryTerm | None:
     if work.strategy.name == "fsdp" and moment not in ("load", "ends", "step"):
         tensor = work.strategy.tensor
         root = _root(model) // tensor
-        blocks = 2 if moment in ("forward", "layers") else 1
+        blocks = 2 if moment in ("forward", *_BACKWARD) else 1
         if work.strategy.fsdp_sharding == "grad-op":
             blocks = model.layers
-        block = int(model.block_parameters * _padded(work)) // tensor
-        words = f"{width} x ({root:,} of embeddings and head + {blocks} x {block:,} of a block)"
-        size = width * (root + blocks * block)
+        packed = work.four_bit // model.layers
+        block = int(max(0, model.block_parameters - packed) * _padded(work)) // tensor
+        size, words = width * (root + blocks * block), f"{width} x ({root:,} of embeddings and head + {blocks} x "
+        words += f"{block:,} of a block)"
+        if packed:
+            size += int(PACKED_BYTES * blocks * packed)
+            words += f" + {PACKED_BYTES} x {blocks} x {packed:,} in 4 bits"
         return MemoryTerm(name="gathered blocks", bytes=size, formula=words)
     if work.deepspeed and work.strategy.zero_stage == 3:
         layer = largest_layer(model)
@@ -801,6 +837,9 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
                 size, words = each * work.head, f"{each} x {work.head:,} of the head"
             case "layers":
                 block = model.block_parameters // tensor
+                size, words = width * (work.head + block), f"{width} x {work.head + block:,} of the head and a block"
+            case "reduction":
+                block = model.block_parameters // tensor
                 padded = int(model.block_parameters * _padded(work)) // tensor
                 size = width * (work.head + block) + 4 * padded
                 words = f"{width} x {work.head:,} of the head + {width} x {block:,} + 4 x {padded:,} of a block"
@@ -815,6 +854,9 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
                 size, words = each * work.head, f"{each} x {work.head:,} of the head"
             case "layers" if model.idle_parameters and work.strategy.zero_stage in (0, 1, 2):
                 size, words = width * model.block_parameters, f"{width} x {model.block_parameters:,} of a block"
+            case "layers" if model.idle_parameters and work.autocast and work.accumulates:
+                experts = largest_weight(model)
+                size, words = 4 * experts, f"4 x {experts:,} of a block's experts"
             case "ends" if work.accumulates:
                 # Tied embeddings have the head's gradient, their own, and the sum of both.
                 each = work.weight_bytes * (3 if model.tied_embeddings and work.head and work.autocast else 1)
@@ -911,6 +953,8 @@ def _autocast_copies(work: Workload, moment: Moment) -> MemoryTerm | None:
     tied = work.head if work.model.tied_embeddings else 0
     there = work.four_bit + work.narrow
     count = max(0, work.model.parameters - work.model.embedding_parameters - there) + tied
+    if work.model.idle_parameters:  # experts are computed in the type of their weights
+        count = max(0, sum(each.weights for each in work.model.linear_layers.values()) + work.head - there)
     head = 0 if work.narrow and not tied else work.head
     if work.strategy.pipeline is not None:
         count = (work.layers * work.model.block_parameters + head) // work.strategy.tensor
@@ -929,6 +973,8 @@ def _autocast_copies(work: Workload, moment: Moment) -> MemoryTerm | None:
 def _moments(work: Workload, states: ModelStates) -> Iterator[tuple[MemoryTerm, ...]]:
     """Yield the terms of each moment of a step."""
     moments: tuple[Moment, ...] = ("load", "forward", "loss", "head", "layers", "ends", "step")
+    if work.strategy.name == "fsdp" and work.adapter is None and work.layers > 1:
+        moments = (*moments, "reduction")
     for moment in moments:
         found = [
             MemoryTerm(name="parameters", bytes=states.parameters, formula=states.parameters_formula),
@@ -945,8 +991,8 @@ def _moments(work: Workload, states: ModelStates) -> Iterator[tuple[MemoryTerm, 
             found.append(_activations(work, moment)[0])
         extras = (
             _autocast_copies(work, moment),
-            _unfolded(work) if passing else None,
-            _rounded(work) if moment == "layers" else None,
+            _unfolded(work) if moment in _BACKWARD else None,
+            _rounded(work) if moment in _BACKWARD else None,
             _gathered(work, moment),
             _whole_gradients(work, moment),
             _undivided(work) if moment not in ("load", "step") else None,
@@ -984,7 +1030,7 @@ def _gradients(work: Workload, states: ModelStates, moment: Moment) -> MemoryTer
     if states.stepping and moment != "step":
         size, words = size - states.stepping, words.partition(" + fp32 copy")[0]
     reused = work.strategy.name in ("ddp", "deepspeed")
-    if not work.accumulates and not reused and moment in ("forward", "loss", "head", "layers"):
+    if not work.accumulates and not reused and moment in ("forward", "loss", "head", *_BACKWARD):
         # The layers' gradients take the place of their activations; FSDP's are in `_whole_gradients`.
         first = work.head if moment == "layers" and work.strategy.name != "fsdp" and work.adapter is None else 0
         size, words = 4 * first, f"4 x {first:,}, the others after their activations"

@@ -17,7 +17,7 @@ from finetune_contract.choices import OptimizerName, Precision
 from finetune_contract.facts import ModelFacts
 from finetune_contract.trainer_job import Strategy
 from finetune_operator.planning.activation_shapes import activation_shape
-from finetune_operator.planning.adapter_sizes import FOUR_BIT_BYTES
+from finetune_operator.planning.adapter_sizes import FOUR_BIT_BYTES, PACKED_BYTES
 from finetune_operator.planning.model_parallel_plan import bubble
 
 MATMUL_SHARE = 0.47
@@ -216,6 +216,10 @@ class StepWork:
     def width(self) -> int:
         """Return the bytes of one element of a matrix product."""
         return 4 if self.precision == "fp32" else 2
+
+    def held_bytes(self, width: int) -> float:
+        """Return the bytes of one copy of all weights, those that are not in 4 bits with `width` bytes each."""
+        return (self.model.parameters + self.added - self.four_bit) * width + PACKED_BYTES * self.four_bit
 
     @property
     def slice(self) -> float:
@@ -438,7 +442,7 @@ def _sending(work: StepWork, machine: Machine, computing: float) -> float:
     if ranks == 1:
         return 0.0
     micros, split, share = work.accumulation, strategy.model_ranks, (ranks - 1) / ranks
-    held, trained = (work.model.parameters + work.added) / split, work.trained / split
+    held, trained = work.held_bytes(work.width) / split, work.trained / split
     last_backward = computing / micros * 2 / 3
     rate = machine.ring_rate
     if strategy.name == "fsdp" or strategy.zero_stage == 3:
@@ -467,7 +471,9 @@ def _replica_rate(machine: Machine) -> float:
 
 
 def _gathering(work: StepWork, machine: Machine, computing: float, held: float, trained: float) -> float:
-    """Return the seconds of ZeRO-3's and fsdp's gathers and reductions that computation does not hide."""
+    """Return the seconds of ZeRO-3's and fsdp's gathers and reductions that computation does not hide; `held`: bytes of
+    the weights, `trained`: their number.
+    """
     strategy, layers = work.strategy, work.model.layers
     # A pipeline keeps its weights gathered and reduces once a step, as torchtitan does.
     micros = work.accumulation if strategy.pipeline is None else 1
@@ -477,13 +483,9 @@ def _gathering(work: StepWork, machine: Machine, computing: float, held: float, 
     ranks = machine.gpus_per_node if hybrid else work.data_ranks
     share = (ranks - 1) / ranks
     # grad-op keeps the blocks gathered from forward to backward; ZeRO++ gathers inside a node in the backward pass.
-    again = (
-        0.0
-        if strategy.fsdp_sharding == "grad-op"
-        else held * work.width / (inside if work.secondary_shards > 1 else rate)
-    )
+    again = 0.0 if strategy.fsdp_sharding == "grad-op" else held / (inside if work.secondary_shards > 1 else rate)
     reduced = work.reduced_bytes if strategy.name == "fsdp" else work.width
-    once = share * (held * work.width / rate + again + trained * reduced / rate)
+    once = share * (held / rate + again + trained * reduced / rate)
     waits = 3 * layers * (LINK_SECONDS * (machine.gpus_per_node - 1) if hybrid else machine.latency)
     total = micros * (once + waits)
     # Nothing computes beside the first gather and the last reduction.
@@ -532,10 +534,10 @@ def _streaming(work: StepWork, machine: Machine, computing: float) -> float:
     gradients = micros * work.trained / ranks * width / machine.host_rate
     weights = 0.0
     if strategy.offload_parameters != "none":
-        held = (work.model.parameters + work.added) / ranks
-        weights = 2 * micros * held * width / machine.host_rate
+        held = work.held_bytes(width) / ranks
+        weights = 2 * micros * held / machine.host_rate
         if strategy.offload_parameters == "nvme":
-            weights = max(weights, 2 * micros * held * machine.gpus_per_node * width / DISK_BYTES)
+            weights = max(weights, 2 * micros * held * machine.gpus_per_node / DISK_BYTES)
     return max(0.0, max(weights, gradients) - computing)
 
 

@@ -16,6 +16,8 @@ from finetune_operator.planning.adapter_sizes import trained_parameters
 from finetune_operator.planning.batch import batch_arithmetic
 from finetune_operator.planning.plan_types import Estimate, JobPlan, MemoryEstimate
 
+MEMORY_SECTION = "Memory of one process"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -40,7 +42,7 @@ def summarise(plan: JobPlan) -> tuple[Section, ...]:
     sections = (
         Section("What runs", _stage_rows(plan)),
         Section("Training", () if training is None else _training(plan, training)),
-        Section("Memory of one process", () if plan.memory is None else _memory(plan.memory)),
+        Section(MEMORY_SECTION, () if plan.memory is None else _memory(plan.memory)),
         Section("Endpoint", _endpoint(plan)),
         Section("Estimate", _estimate(plan.estimate)),
         Section("Reasons", tuple(Row("", reason) for reason in plan.reasons)),
@@ -72,13 +74,18 @@ def _stage_rows(plan: JobPlan) -> tuple[Row, ...]:
     for stage in plan.on_several_devices:
         pod, pods = trainer.inference(stage), plan.predict_workers if stage is Stage.PREDICT else 1
         shared = f"{pods} pods, each " if pods > 1 else ""
-        rows.append(Row(stage.value, shared + processes_text(pod.processes, pod.devices_per_process)))
+        settings = trainer.evaluation if stage is Stage.EVALUATE else trainer.predict
+        devices = 0 if settings is None or settings.device == "cpu" else pod.devices_per_process
+        rows.append(Row(stage.value, shared + processes_text(pod.processes, devices)))
     return tuple(rows)
 
 
 def processes_text(processes: int, devices: int) -> str:
-    """Describe the processes of a pod that evaluates or predicts, e.g. `2 processes x 4 GPUs`."""
-    return f"{processes} process{'es' * (processes > 1)} x {devices} GPU{'s' * (devices > 1)}"
+    """Describe the processes of a pod that evaluates or predicts, e.g. `2 processes x 4 GPUs`; without GPUs if there
+    are no `devices`.
+    """
+    each = f" x {devices} GPU{'s' * (devices > 1)}" if devices else ""
+    return f"{processes} process{'es' * (processes > 1)}{each}"
 
 
 def _rows_note(plan: JobPlan) -> str:

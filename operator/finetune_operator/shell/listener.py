@@ -3,7 +3,7 @@
 A listener has a maximum of connections at a time. One more replaces the oldest one of the address that has most of
 them: a client that opens many and sends nothing loses them, and one that sends a single request is served, also when
 they share an address (as pods behind one that masquerades do). A connection with a certificate of ours is never evicted
-for others. Each has a bounded life.
+for others, nor is one that the handler keeps because it knows the sender. Each has a bounded life.
 
 An IPv6 address counts with its /64, all of which one machine may have.
 """
@@ -72,7 +72,7 @@ class Listener:
         self._of_address: dict[str, dict[_Connection, None]] = {}
         """Connections without a client certificate by address, the oldest first."""
         self._known: set[_Connection] = set()
-        """Connections with a verified client certificate."""
+        """Connections with a verified client certificate, and those that the handler keeps."""
         self._by_transport: dict[asyncio.BaseTransport, _Connection] = {}
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
@@ -115,6 +115,19 @@ class Listener:
                 self._forget(connection)
                 self._of_address.setdefault(connection.address, {})[connection] = None
             connection.live(self._bounds.seconds)
+
+    def keep(self, transport: asyncio.BaseTransport | None) -> None:
+        """Do not evict the connection for others, because its sender is known. At most half of all connections are
+        kept, so that new ones find a place.
+        """
+        connection = None if transport is None else self._by_transport.get(transport)
+        if connection is not None and len(self._known) < self._bounds.connections // 2:
+            self._forget(connection)
+            self._known.add(connection)
+
+    def keeps(self, transport: asyncio.BaseTransport | None) -> bool:
+        """Return whether the connection is not evicted for others."""
+        return transport is not None and self._by_transport.get(transport) in self._known
 
     # -------------------------------------------------------------------------------------------- of each connection
 

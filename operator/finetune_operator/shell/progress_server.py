@@ -1,11 +1,11 @@
 """Server to which pods report their progress: HTTPS, in the protocol of Kubeflow Trainer.
 
-It accepts only cheap requests: a body of 64 KiB, one update a second from a pod, a connection of half a minute, and a
-limited number of connections at once (listener.py) and of unknown tokens of one pod or, where a token names no known
-pod, of one address. The sender is known from the token alone, and its pod has to be one of the attempt in the path.
-Losing an update disturbs nothing, so doubtful requests are refused; but the operator is notified, and then does not
-take a pod's silence for a sign that it hangs. Answers and logs hold our own text only: never a token, never a part of a
-body.
+It accepts only cheap requests: a body of 64 KiB, one update a second from a pod, a connection of half a minute without
+an update of a known pod, and a limited number of connections at once (listener.py) and of unknown tokens of one pod or,
+where a token names no known pod, of one address. The sender is known from the token alone, and its pod has to be one of
+the attempt in the path. Losing an update disturbs nothing, so doubtful requests are refused; but the operator is
+notified, and then does not take a pod's silence for a sign that it hangs. Answers and logs hold our own text only:
+never a token, never a part of a body.
 
 A stand-by relays to the leader. It shows the servers' certificate as its own, so that the leader can trust the address
 that it names; a relayed report is not relayed again.
@@ -64,7 +64,7 @@ class ServerLimits:
 
     connections: int = 384
     connection_seconds: float = 30.0
-    """Life of a connection. Each carries one update."""
+    """Life of a connection that carries one update; for that of a known pod from its last update on."""
     body_seconds: float = 10.0
     """Limit for reading a body."""
     handshake_seconds: float = 10.0
@@ -205,7 +205,11 @@ class ProgressServer:
             answer = _error(HTTPStatus.INTERNAL_SERVER_ERROR, "the operator could not handle this report")
         if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             self._world.report_lost()
-        answer.force_close()
+        if self._listener is not None and answer.status == HTTPStatus.OK and self._listener.keeps(request.transport):
+            # The pod's next report then needs no handshake, which takes seconds while others fill the port.
+            self._listener.renew(request.transport)
+        else:
+            answer.force_close()
         self._counted(answer.status)
         return answer
 
@@ -213,6 +217,9 @@ class ProgressServer:
         """Check the request, cheap checks first, and take its report."""
         key = _attempt(request)
         token = _bearer(request)
+        if self._listener is not None and self._names_known_pod(token):
+            # Reading the body and reviewing the token may take longer than a crowd lets a connection live.
+            self._listener.keep(request.transport)
         body = await self._bodies.read(request)
         if not self._world.leading():
             return await self._relayed(request, token, body)
@@ -256,11 +263,16 @@ class ProgressServer:
         known pod, that pod. A pod may share its address with a client that guesses tokens.
         """
         claim = claimed(token)
-        if claim is not None:
-            known = self._world.pod(claim.namespace, claim.name)
-            if known is not None and known.uid == claim.uid:
-                return f"{address} {claim.uid}"
-        return address
+        return f"{address} {claim.uid}" if claim is not None and self._is_known(claim) else address
+
+    def _names_known_pod(self, token: str) -> bool:
+        """Return whether the token is of a known pod, or claims to be: nobody guesses a pod's uid."""
+        found = self._tokens.remembered(token) or claimed(token)
+        return isinstance(found, PodIdentity) and self._is_known(found)
+
+    def _is_known(self, pod: PodIdentity) -> bool:
+        known = self._world.pod(pod.namespace, pod.name)
+        return known is not None and known.uid == pod.uid
 
     def _pod_of(self, key: AttemptKey, sender: PodIdentity) -> KnownPod:
         """Return the stored pod of the sender, which has to be a pod of the attempt."""

@@ -4,6 +4,8 @@ behind."""
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -150,6 +152,78 @@ def test_predict_writes_predictions_of_a_run_without_a_job_file(undisturbed: Any
         assert (code, out) == (2, "")
         assert error in " ".join(err.split())
     assert not list(quick.folder.glob("*x.*"))
+
+
+FILLER = "-" * 8000
+"""Text of a column that nobody reads: a few rows make several shards, of 64 KiB."""
+
+
+@pytest.fixture(scope="module")
+def many_shards(undisturbed: Any, quick: Any) -> bytes:
+    """Write shards.jsonl, rows of 40 shards; return their predictions by one process with one thread, as each of two
+    has on two cores: sums in fp32 depend on the threads.
+    """
+    rows = [json.loads(line) for line in (quick.folder / "data/test.jsonl").read_text().splitlines()]
+    lines = [json.dumps({"text": rows[at % len(rows)]["text"], "filler": FILLER}) + "\n" for at in range(330)]
+    (quick.folder / "shards.jsonl").write_text("".join(lines))
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, [min(cores)])  # inherited by the command
+    try:
+        code, _, err = quick("predict", str(undisturbed[0]), "shards.jsonl", "-o", "alone.jsonl")
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert code == 0, err
+    return (quick.folder / "alone.jsonl").read_bytes()
+
+
+def test_several_processes_predict_what_one_does(many_shards: bytes, undisturbed: Any, quick: Any) -> None:
+    if len(os.sched_getaffinity(0)) != 2:
+        pytest.skip("two processes have one thread each on a machine with two cores")
+    code, out, err = quick("predict", str(undisturbed[0]), "shards.jsonl", "-o", "two.jsonl", "--workers", "2")
+    assert code == 0, err
+    assert out.split()[:3] == ["330", "rows", "->"]
+    assert (quick.folder / "two.jsonl").read_bytes() == many_shards
+    code, out, _ = quick("predict", str(undisturbed[0]), "shards.jsonl", "-o", "x.jsonl", "--workers", "2", "--dry-run")
+    assert (code, "workers: 2" in out) == (0, True)
+
+
+def finished_parts(folder: Path) -> set[str]:
+    return {file.name for file in folder.glob("predict/predictions.parts/*/*.arrow")}
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_the_parts_of_all_processes(
+    many_shards: bytes, undisturbed: Any, finetune: Any, quick: Any
+) -> None:
+    if len(os.sched_getaffinity(0)) != 2:
+        pytest.skip("two processes have one thread each on a machine with two cores")
+    call = ("predict", str(undisturbed[0]), "shards.jsonl", "-o", "stopped.jsonl", "--workers")
+    state = finetune.folder / ".stopped.jsonl.predict"
+    run = finetune.start(*call, "2")
+    run.wait_until(lambda: finished_parts(state))
+    descendants = run.descendants()
+    for process in descendants:
+        process.suspend()
+    started = [process.cmdline()[1:4] for process in descendants]
+    assert started.count(["-m", "finetune_trainer", "predict"]) == 2, started
+    kept = finished_parts(state)
+    run.process.send_signal(signal.SIGINT)
+    for process in descendants[:1]:  # the launcher forwards it
+        run.wait_until(lambda process=process: waits_for(process.pid, signal.SIGTERM))
+    for process in descendants:
+        process.resume()
+    code, out, err = run.end()
+    assert (code, out) == (130, "")
+    assert f"stopped; the same call resumes from the state in {state}" in " ".join(err.split())
+    wait_gone(descendants)
+    assert kept
+    assert kept <= finished_parts(state)
+    assert not (finetune.folder / "stopped.jsonl").exists()
+    code, out, err = quick(*call, "1", "--verbose")
+    assert code == 0, err
+    assert re.search(r"([1-9]\d*) of 330 rows were answered by an earlier attempt", err)
+    assert (finetune.folder / "stopped.jsonl").read_bytes() == many_shards
+    assert not state.exists()
 
 
 def test_the_same_job_again_keeps_every_stage_and_shows_the_result(

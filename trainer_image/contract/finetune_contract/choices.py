@@ -36,8 +36,11 @@ FP8_STRATEGIES: tuple[StrategyName, ...] = ("single", "ddp", "fsdp")
 """Strategies with which layers were observed to multiply in fp8."""
 WHOLE_STRATEGIES: tuple[StrategyName, ...] = ("single", "ddp")
 """Strategies that keep matrices whole. Adafactor keeps sums of a matrix's rows and columns: DeepSpeed flattens all
-weights into one vector, and transformers' Adafactor does not support torch's DTensor. 4-bit weights are packed layer by
-layer.
+weights into one vector, and transformers' Adafactor does not support torch's DTensor.
+"""
+FOUR_BIT_STRATEGIES: tuple[StrategyName, ...] = ("single", "ddp", "fsdp")
+"""Strategies that leave the bits of packed 4-bit weights alone. DeepSpeed converts all weights to the type that it
+computes in.
 """
 ZeroStage: TypeAlias = Literal[0, 1, 2, 3]
 OffloadDevice: TypeAlias = Literal["none", "cpu", "nvme"]
@@ -54,10 +57,12 @@ Precision: TypeAlias = Literal["fp32", "bf16", "fp16", "fp8"]
 InferencePrecision: TypeAlias = Literal["fp32", "bf16"]
 """Precision of evaluation and prediction; no fp16, since they do not scale values as it requires."""
 RungName: TypeAlias = Literal[
-    "none", "bf16", "compile", "int8", "onnx", "onnx-int8", "onnx-int8-static", "openvino", "openvino-bf16",
-    "openvino-int8",
+    "none", "bf16", "bnb-int8", "bnb-nf4", "compile", "fp8", "int8", "onnx", "onnx-int8", "onnx-int8-static",
+    "openvino", "openvino-bf16", "openvino-int8",
 ]  # fmt: skip
-"""Method of computing predictions; `none` is the plain model, `int8` the fastest of those with 8-bit products."""
+"""Method of computing predictions; `none` is the plain model, `int8` the faster of `onnx-int8` and `openvino-int8`."""
+GPU_RUNGS: tuple[RungName, ...] = ("none", "bf16", "bnb-int8", "bnb-nf4", "compile", "fp8")
+"""Methods that a job on a GPU can request by name; all others are for CPUs."""
 Optimization: TypeAlias = RungName | Literal["measured"]
 """Method of predict; `measured`: the fastest on a sample of the rows."""
 RUNG_TASKS: tuple[Task, ...] = ("text-classification", "token-classification", "question-answering")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from finetune_contract.arguments import compiles
 from finetune_contract.choices import (
+    FOUR_BIT_STRATEGIES,
     FP8_STRATEGIES,
     WHOLE_STRATEGIES,
     ActivationOffload,
@@ -392,14 +393,13 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     # Adapters and packs.
     Constraint(
-        "qlora-keeps-layers-whole",
+        "qlora-keeps-packed-weights",
         "parallelism.strategy",
         when=(one_of("adapter", "qlora"),),
-        needs=(one_of("strategy", *WHOLE_STRATEGIES), one_of("zero_stage")),
-        rule="must be single, ddp or auto, without zeroStage, with spec.model.adapter.method qlora, which packs "
-        "layers as a whole",
-        hint="set it to auto, single or ddp and leave zeroStage and spec.parallelism.offload out, "
-        "or set spec.model.adapter.method to lora",
+        needs=(one_of("strategy", *FOUR_BIT_STRATEGIES), one_of("zero_stage")),
+        rule=f"must be {', '.join(FOUR_BIT_STRATEGIES)} or auto, without zeroStage, with spec.model.adapter.method "
+        "qlora, whose packed weights DeepSpeed would convert",
+        hint="set it to auto or fsdp and leave zeroStage out, or set spec.model.adapter.method to lora",
     ),
     Constraint(
         "packing-is-of-text-generation",

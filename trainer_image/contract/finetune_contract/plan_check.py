@@ -118,7 +118,7 @@ def check_plan(planned: PlannedTraining, measured: MeasuredTraining) -> PlanChec
         return PlanCheck()
     return PlanCheck(
         memory=_compared(
-            planned.memory_bytes, measured.memory_bytes, _memory_groups(planned), dict(measured.memory_terms)
+            planned.memory_bytes, measured.memory_bytes, memory_groups(planned), dict(measured.memory_terms)
         ),
         step_time=_compared(
             planned.step_seconds, measured.step_seconds, _planned_parts(planned), _measured_parts(measured)
@@ -140,7 +140,7 @@ def _compared(
     return Comparison(planned=planned, measured=measured, ratio=round(measured / planned, 4), terms=terms)
 
 
-def _memory_groups(planned: PlannedTraining) -> dict[str, float]:
+def memory_groups(planned: PlannedTraining) -> dict[str, float]:
     """Return the plan's terms with their sums that can be measured."""
     terms, total = planned.memory_terms, planned.memory_bytes or 0
     process, allocator = terms.get(PROCESS, 0), terms.get(ALLOCATOR, 0)

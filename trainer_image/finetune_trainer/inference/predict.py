@@ -42,7 +42,7 @@ from finetune_trainer.inference.optimization.rung_in_use import RungInUse
 from finetune_trainer.inference.prediction_output import FolderOutput, Output, output_of, write_lines
 from finetune_trainer.inference.prediction_parts import FILE, POSITION, Joined, PartFacts, Parts, PartsManifest
 from finetune_trainer.inference.prediction_workers import Crew, Sharing, SingleWorker, result_of
-from finetune_trainer.inference.runner import Means, used_model, weights_version
+from finetune_trainer.inference.runner import Means, settle, used_model, weights_version
 from finetune_trainer.inference.shard_claims import Worker
 from finetune_trainer.progress import NoProgress, ProgressSink
 from finetune_trainer.reporting import merge_metrics
@@ -419,7 +419,9 @@ def _answerer(given: _PredictionInputs, parts: Parts, sharing: Sharing, paths: J
     job, task = given.job, task_of(given.job)
     model, _ = used_model(job, paths, given.means.precision, given.means.devices)
     labels = labels_of_model(job, task, model.config)
-    answerer = Answerer(job, Encoder(task, given.coding, packing=False), model, labels, given.means, given.requested)
+    settle(model, given.means.device)
+    encoder = Encoder(task, given.coding, packing=False)
+    answerer = Answerer(job, encoder, model, labels, given.means, given.requested, settled=True)
     workers = 1 if job.predict is None else job.predict.workers * job.predict.processes
     source = given.source
     rungs = RungInUse(answerer, source.shards, source.weight, paths, weights_version(job, paths), workers)

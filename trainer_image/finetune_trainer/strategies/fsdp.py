@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from finetune_contract.choices import Precision, StrategyName
 from finetune_contract.report import TimePart
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor import DTensor
     from transformers import PreTrainedModel
+
+    from finetune_trainer.four_bits import FourBitLinear
 
 
 class FullySharded(FullState):
@@ -64,8 +66,10 @@ class FullySharded(FullState):
         place = self._world.device
         for block in transformer_blocks(model):
             in_training_type(_whole(block), narrow, place)
+            _divide_packed(block, place)
             fully_shard(block, mesh=mesh, mp_policy=inner, reshard_after_forward=again, offload_policy=offload)
         in_training_type(_whole(model), narrow, place)
+        _divide_packed(model, place)
         fully_shard(model, mesh=mesh, mp_policy=outer, reshard_after_forward=False, offload_policy=offload)
         return model
 
@@ -168,6 +172,14 @@ def _whole(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     from torch.distributed.tensor import DTensor
 
     return [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+
+
+def _divide_packed(module: torch.nn.Module, device: str) -> None:
+    """Prepare layers in 4 bits for their division (`finetune_trainer.four_bits`)."""
+    for each in module.modules():
+        # Layers of peft around one show its weight as their own.
+        if hasattr(each, "divide_on") and getattr(each.weight, "quant_state", None) is not None:
+            cast("FourBitLinear", each).divide_on(device)
 
 
 def transformer_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:

@@ -386,13 +386,16 @@ class _Measurements:
     planned: PlannedTraining | None
 
     def check(self) -> dict[str, Any]:
-        """Return the entry of metrics.json that compares both, and log what was off; empty without a plan."""
+        """Return the entries of metrics.json with the plan's estimates and their comparison, and log what was off;
+        none without a plan.
+        """
         if self.planned is None:
             return {}
         check = check_plan(self.planned, self.measured)
         for sentence in check.off():
             log.warning("%s", sentence)
-        return {"plan_check": check.model_dump(mode="json", exclude_none=True)}
+        planned = self.planned.model_dump(mode="json", exclude_none=True)
+        return {"plan_check": check.model_dump(mode="json", exclude_none=True), "planned": planned}
 
 
 def _measured(

@@ -145,7 +145,7 @@ _ADVICE: Mapping[str, Callable[[FineTuneJobSpec], str]] = {
     "adafactor-has-whole-matrices": _adafactor_advice,
     "single-is-one-process": _single_advice,
     "zero-stage-needs-deepspeed": _zero_stage_advice,
-    "qlora-keeps-layers-whole": _qlora_advice,
+    "qlora-keeps-packed-weights": _qlora_advice,
     "fp8-has-a-strategy": _fp8_advice,
 }
 """Constraint -> its hint for a job, if a general hint would offer a value that another constraint refuses."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from finetune_contract.choices import RUNG_TASKS, WRITING_TASKS, Task
+from finetune_contract.choices import GPU_RUNGS, RUNG_TASKS, WRITING_TASKS, Task
 from finetune_operator.api.meant_columns import column_of
-from finetune_operator.api.problems import describe_value
+from finetune_operator.api.problems import any_of, describe_value
 from finetune_operator.api.rules.rule import Holds, Rule, is_one_of
 from finetune_operator.api.types import DNS_SUBDOMAIN_PATTERN, ColumnsSpec, FineTuneJobSpec, GenerationSpec
 
@@ -289,7 +289,7 @@ RULES: tuple[Rule, ...] = (
         "!has(self.training) || has(self.dataset)",
         lambda spec: spec.training is None or spec.dataset is not None,
         "is required for training",
-        "set spec.dataset.uri, or leave out spec.training",
+        "set spec.dataset.uri, such as hf://ORG/NAME, or leave out spec.training",
     ),
     Rule(
         "evaluation-needs-dataset",
@@ -389,13 +389,17 @@ RULES: tuple[Rule, ...] = (
         "leave it out",
     ),
     Rule(
-        "no-rungs-on-gpus",
+        "no-cpu-rungs-on-gpus",
         "predict.optimization",
-        "!has(self.predict) || self.predict.optimization in ['auto', 'none'] || type(self.resources.gpusPerNode) != int"
-        " || int(self.resources.gpusPerNode) == 0",
-        lambda spec: not _is_rung(spec) or spec.resources.gpus_per_node in ("auto", 0),
-        "is supported on CPUs only in this version",
-        "leave it out, or set spec.resources.gpusPerNode to 0",
+        f"!has(self.predict) || self.predict.optimization in {['auto', *GPU_RUNGS]}"
+        " || type(self.resources.gpusPerNode) != int || int(self.resources.gpusPerNode) == 0",
+        lambda spec: (
+            spec.predict is None
+            or spec.predict.optimization in ("auto", *GPU_RUNGS)
+            or spec.resources.gpus_per_node in ("auto", 0)
+        ),
+        "is for CPUs, and spec.resources.gpusPerNode requests GPUs",
+        f"leave it out, use {any_of(GPU_RUNGS)}, or set spec.resources.gpusPerNode to 0",
     ),
     Rule(
         "tolerance-is-measured",

@@ -44,7 +44,7 @@ def _unknown_metrics(spec: FineTuneJobSpec) -> tuple[str, ...]:
 
 _OTHER_METRIC_NAMES: Mapping[str, str] = {
     "acc": "accuracy", "em": "exact_match", "exact": "exact_match", "ppl": "perplexity", "sacrebleu": "bleu",
-    "f": "f1", "fscore": "f1", "f_score": "f1", "sensitivity": "recall", "rouge": "rougeL", "r_l": "rougeL",
+    "f": "f1", "fscore": "f1", "f_score": "f1", "sensitivity": "recall", "rouge": "rougel", "r_l": "rougel",
     "rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL", "pearsonr": "pearson", "spearman": "spearmanr",
     "r_squared": "r2", "mean_squared_error": "mse", "mean_absolute_error": "mae", "chrf++": "chrf",
 }  # fmt: skip
@@ -60,16 +60,30 @@ def _near(name: str, known: Sequence[str]) -> str | None:
     return next((names[each] for each in candidates if each in names), None)
 
 
+_FAMILIES: Mapping[str, tuple[str, ...]] = {"rouge": ("rouge1", "rouge2", "rougeL")}
+"""Name of several metrics -> these."""
+
+
 def _metric_advice(name: str, task: Task, known: Sequence[str]) -> str:
     near = _near(name, known)
     question = "" if near is None else f"did you mean {near}? "
     return f"{question}{task} has {', '.join(known)}"
 
 
-def _gate_metric_advice(gate: GateSpec, task: Task) -> str:
+def _meant_metrics(spec: FineTuneJobSpec) -> tuple[str, ...]:
+    """Return the task's metrics that spec.evaluation.metrics means."""
+    known = metrics_of(spec.task)
+    named = known if spec.evaluation is None or spec.evaluation.metrics == "auto" else spec.evaluation.metrics
+    return tuple(near for name in named if (near := _near(name, known)) is not None)
+
+
+def _gate_metric_advice(spec: FineTuneJobSpec) -> str:
     """Return the metric that a gate means, and the minimum that it then needs."""
+    gate, task = _gate_of(spec), spec.task
     advice = _metric_advice(gate.metric, task, metrics_of(task))
     near = _near(gate.metric, metrics_of(task))
+    if near not in (None, LOSS, *_meant_metrics(spec)):
+        advice = f"{advice}; add {near} to spec.evaluation.metrics"
     most = None if near is None else GREATEST.get(near)
     if most == 1 and gate.minimum is not None and 1 < gate.minimum <= 100:
         return f"{advice}; {near} is at most 1, so minimum is {gate.minimum / 100:g}"
@@ -83,10 +97,14 @@ def _metrics_advice(spec: FineTuneJobSpec) -> str:
     known = metrics_of(spec.task)
     found = {name: _near(name, known) for name in _unknown_metrics(spec)}
     shown = {name: describe_value(name, limit=40).replace('"', "'") for name in found}
+    several = {name: [each for each in _FAMILIES.get(name.lower(), ()) if each in known] for name in found}
     edits = [
-        f"leave {shown[name]} out" if near is None else f"write {near} for {shown[name]}"
+        f"leave {shown[name]} out" if near is None else f"write {', '.join(several[name] or [near])} for {shown[name]}"
         for name, near in found.items()
     ]
+    named = spec.evaluation.metrics if spec.evaluation else ()
+    if not any(found.values()) and len(found) == len(named):
+        return f"leave it out: {spec.task} has {', '.join(known)}"
     return f"{', '.join(edits)}; {spec.task} has {', '.join(known)}"
 
 
@@ -112,7 +130,9 @@ def _gate_is_measured(spec: FineTuneJobSpec) -> bool:
     evaluation = spec.evaluation
     if evaluation is None or evaluation.gate is None or evaluation.metrics == "auto":
         return True
-    return evaluation.gate.metric in (*evaluation.metrics, LOSS)
+    measured = _meant_metrics(spec)
+    other_rule = evaluation.gate.metric not in metrics_of(spec.task) or not measured
+    return other_rule or evaluation.gate.metric in (*measured, LOSS)
 
 
 _HIGHER_IS_BETTER = frozenset(name for task in METRICS for name in metrics_of(task)) - LOWER_IS_BETTER
@@ -166,7 +186,7 @@ RULES: tuple[Rule, ...] = (
         _gate_is_measured,
         "must be one of spec.evaluation.metrics",
         "add it there, or set spec.evaluation.metrics to auto",
-        reads=("evaluation",),
+        reads=("evaluation", "task"),
     ),
     Rule(
         "metrics-are-of-the-task",
@@ -185,7 +205,7 @@ RULES: tuple[Rule, ...] = (
         lambda spec: (gate := _gate(spec)) is None or gate.metric in metrics_of(spec.task),
         "must be a metric of spec.task, or loss",
         "name one of them",
-        advice=lambda spec: _gate_metric_advice(_gate_of(spec), spec.task),
+        advice=_gate_metric_advice,
     ),
     Rule(
         "early-stopping-metric-is-measured",

@@ -163,7 +163,7 @@ class PlanStatus(StatusModel):
     memory_per_device: dict[str, int] = Field(
         default_factory=dict, description="Estimated device memory in bytes by component, and the total."
     )
-    estimated: EstimateStatus = Field(default=EstimateStatus(), description="Expected time and cost.")
+    estimated: EstimateStatus = Field(default=EstimateStatus.model_construct(), description="Expected time and cost.")
     data_parallel: int | None = Field(
         default=None,
         ge=1,

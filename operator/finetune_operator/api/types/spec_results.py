@@ -92,9 +92,9 @@ class PredictSpec(SpecModel):
     workers: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
         default=1,
         description="Number of pods that share the rows and the workspace, each with a copy of the model, on one GPU "
-        "or as many as hold it if the job has any. auto: at most the GPUs of resources (or its nodes, "
-        "without GPUs), and fewer if each would have only a few minutes of work. Defaults to 1, a pod that uses all "
-        "GPUs of a node.",
+        "or as many as hold it if the job has any; without a cluster, of processes. auto: at most the GPUs of resources"
+        " (or its nodes, without GPUs), and fewer if each would have only a few minutes of work. Defaults to 1, a pod "
+        "that uses all GPUs of a node.",
     )
     engine: Literal["job", "spark"] = Field(
         default="job",
@@ -104,8 +104,9 @@ class PredictSpec(SpecModel):
     optimization: Auto | RungName = Field(
         default="auto",
         description="Optimization of inference. none: the model as it is; int8: the faster of onnx-int8 and openvino-"
-        "int8. An explicit choice that is not available fails the stage. Defaults to auto: the fastest on "
-        "a sample of the rows, and none for small jobs, on GPUs, and for generated text.",
+        "int8; bf16, compile, bnb-int8, bnb-nf4 and fp8 also work on one GPU. An explicit choice that is not available "
+        "fails the stage. Defaults to auto: the fastest on a sample of the rows, and none for small jobs, on GPUs, and "
+        "for generated text.",
     )
     tolerance: Annotated[float, Field(gt=0.5, le=1)] | None = Field(
         default=None,
@@ -185,7 +186,9 @@ class EndpointSpec(SpecModel):
         description="Average number of requests in flight per server, above which servers are added. Needs maxReplicas,"
         " and a cluster that serves the custom metrics API. If unset, servers are added above 70 % of the CPU request.",
     )
-    resources: EndpointResourcesSpec = Field(default=EndpointResourcesSpec(), description="Resources of each server.")
+    resources: EndpointResourcesSpec = Field(
+        default=EndpointResourcesSpec.model_construct(), description="Resources of each server."
+    )
     max_latency_milliseconds: Annotated[int, Field(ge=1, le=600_000)] = Field(
         default=100,
         description="Target latency of a request in milliseconds, for which batches are composed. Defaults to 100.",

@@ -163,6 +163,12 @@ WhatIf: TypeAlias = Annotated[
         "--what-if", metavar="KEY=VALUE,...", help="Compare hardware: the keys of --hardware, and nodes. Repeatable."
     ),
 ]
+DrawMemory: TypeAlias = Annotated[
+    bool | None,
+    typer.Option(
+        "--picture/--no-picture", help="Draw the memory by term against the device. Default: on a terminal only."
+    ),
+]
 GoalOfRows: TypeAlias = Annotated[Goal, typer.Option("--goal", help="Order of the rows of --what-if.")]
 
 
@@ -177,6 +183,7 @@ def plan(
     nodes: ReadNodes = False,
     others: CompareForms = False,
     what_if: WhatIf = None,
+    picture: DrawMemory = None,
     goal: GoalOfRows = Goal.TIME,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
@@ -188,7 +195,8 @@ def plan(
     --hardware describes, and uses data that an earlier run prepared in --workspace (default: runs). With
     --cluster, show the operator's first plan: until prepare has measured the model and the data, it is based on
     the job alone and lists its assumptions. With --alternatives, list all strategies, micro-batches and degrees
-    that the job leaves open; with --what-if, plans for other hardware.
+    that the job leaves open; with --what-if, plans for other hardware. On a terminal, or with --picture, bars show
+    which terms fill the device.
 
     \b
     Examples:
@@ -223,7 +231,7 @@ def plan(
         else:
             compare(entry, facts)
     if compare is None:
-        _print_plans(plans, output)
+        _print_plans(plans, output, picture)
 
 
 def _check_options(
@@ -260,14 +268,14 @@ def _facts_of_nodes(listed: tuple[Node, ...] | None, entry: JobEntry, limits: Se
     return facts_of_nodes(listed, entry.job.spec, limits)
 
 
-def _print_plans(plans: Sequence[JobPlan], output: Output) -> None:
+def _print_plans(plans: Sequence[JobPlan], output: Output, picture: bool | None) -> None:
     if output is not Output.TEXT:
         emit([json.loads(job_plan.to_json()) for job_plan in plans], output)
         return
     from finetune_operator.cli.result_tables import print_plan
 
     for job_plan in plans:
-        print_plan(out(), job_plan)
+        print_plan(out(), job_plan, picture=picture)
 
 
 # --------------------------------------------------------------------------------------------------------------- render

@@ -66,6 +66,9 @@ Tolerance: TypeAlias = Annotated[
         "--tolerance", metavar="SHARE", help="Share of labels that optimization must not change. Default: all."
     ),
 ]
+Workers: TypeAlias = Annotated[
+    int, typer.Option("--workers", min=1, max=1024, metavar="N", help="Processes that share the rows and the cores.")
+]
 
 
 def predict(
@@ -80,19 +83,22 @@ def predict(
     max_bad_rows: MaxBadRows = None,
     optimization: Optimization = "auto",
     tolerance: Tolerance = None,
+    workers: Workers = 1,
     restart: Annotated[bool, typer.Option("--restart", help="Start over instead of resuming an earlier call.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job without running it.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also show the log.")] = False,
 ) -> None:
     """Predict with a model on this machine.
 
-    Run the prediction as a job, as `finetune run` does; --dry-run prints the job. If the call is stopped, the
-    same call resumes it. Unreadable rows are listed in a file named like OUT, with .bad-rows.jsonl.
+    Run the prediction as a job, as `finetune run` does; --dry-run prints the job. If the call is stopped (Ctrl-C),
+    the same call resumes it, also with another number of workers. Unreadable rows are listed in a file named like
+    OUT, with .bad-rows.jsonl.
 
     \b
     Examples:
       finetune predict runs/quickstart reviews.jsonl -o predictions.jsonl
       finetune predict ./model 'new/*.csv' -o answers.parquet --column text=review --copy id
+      finetune predict ./model reviews.jsonl -o out.jsonl --workers 4
       finetune predict hf://org/name rows.jsonl -o out.jsonl --task text-classification
     """
     out = out.resolve()
@@ -107,6 +113,8 @@ def predict(
         predicts["optimization"] = optimization
     if tolerance is not None:
         predicts["tolerance"] = tolerance
+    if workers > 1:
+        predicts["workers"] = workers
     if max_bad_rows is not None:
         predicts["maxBadRows"] = max_bad_rows
     spec: dict[str, Any] = {"task": task or task_of(uri), "model": {"uri": uri}, "predict": predicts}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from finetune_contract.choices import RUNG_TASKS, Stage
+from finetune_contract.choices import GPU_RUNGS, RUNG_TASKS, Stage
 from finetune_contract.contract_models import Message
 from finetune_contract.layout import JobPaths
 from finetune_contract.metrics import LOSS
@@ -108,8 +108,8 @@ class RungInUse:
         why = None
         if self.answerer.job.task not in RUNG_TASKS:
             why = f"rungs are for {', '.join(RUNG_TASKS)}"
-        elif self.answerer.means.device != "cpu":
-            why = "rungs are measured on CPUs only"
+        elif self.answerer.means.device != "cpu" and requested not in GPU_RUNGS:
+            why = "rungs are measured on CPUs only" if requested == "measured" else "it computes on CPUs only"
         if why is None:
             return None
         if requested != "measured":

@@ -26,6 +26,9 @@ _RUNGS = {
     "openvino-int8": _Place("exported.openvino_rungs", "OPENVINO_INT8"),
     "onnx-int8-static": _Place("exported.onnxruntime_rungs", "ONNX_INT8_STATIC"),
     "compile": _Place("torch_rungs", "COMPILE"),
+    "bnb-int8": _Place("quantized_rungs", "EIGHT_BIT"),
+    "bnb-nf4": _Place("quantized_rungs", "FOUR_BIT"),
+    "fp8": _Place("quantized_rungs", "FP8"),
 }
 FAMILIES = {"int8": ("onnx-int8", "openvino-int8")}
 """Name of a group -> its rungs, of which the fastest is taken."""

@@ -1,0 +1,228 @@
+"""Pods that predict while they are killed at random, the workspace fails and a node is lost: the output has the bytes
+of an undisturbed job, and no shard is begun more often than the faults explain.
+
+`FINETUNE_PREDICT_ROWS=10000 FINETUNE_PREDICT_KILLS=20` runs the whole measurement (`tests/benchmarks/README.md`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from box_support.box import Box, on_fragile_nodes
+from box_support.faults import kill_pod, node_off
+from box_support.team import INPUTS, Team, stage_of
+from cluster_support.api_access import Object, wait_until
+from finetune_trainer.data.row_shards import LEAST_BYTES, SHARDS
+from suite_plugins.patience import patient
+
+WORKERS = 4
+ROWS = int(os.environ.get("FINETUNE_PREDICT_ROWS", "1200"))
+KILLS = int(os.environ.get("FINETUNE_PREDICT_KILLS", "3"))
+SEED = int(os.environ.get("FINETUNE_SEED", "7"))
+FILLER = "-" * 2100
+"""Text of a column that nobody reads, so that 30 rows are a shard of 64 KiB."""
+SHARD_SECONDS = 1.5
+"""Least time of a shard, so that faults find pods at work."""
+_SITE = """
+# Imported by every interpreter of the pod before its program.
+import errno, importlib.util, os, sys, time
+
+
+def slowed(module):
+    answers = module.Answerer.answers
+
+    def slow(self, *given):
+        time.sleep(float(os.environ["SHARD_SECONDS"]))
+        return answers(self, *given)
+
+    module.Answerer.answers = slow
+
+
+def failing(module):
+    write = module.Parts.write
+
+    def written(self, *given):
+        if (self.folder.parents[1] / "outage").exists():
+            raise OSError(errno.EIO, "the workspace does not respond")
+        return write(self, *given)
+
+    module.Parts.write = written
+
+
+CHANGES = {
+    "finetune_trainer.inference.answering": slowed,
+    "finetune_trainer.inference.prediction_parts": failing,
+}
+
+
+class AfterImport:
+    def find_spec(self, name, path=None, target=None):
+        change = CHANGES.pop(name, None)
+        if change is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def loaded(module):
+            load(module)
+            change(module)
+
+        spec.loader.exec_module = loaded
+        return spec
+
+
+sys.meta_path.insert(0, AfterImport())
+"""
+
+
+class Claims:
+    """Claims of shards, seen by listing the job's folder while it runs; they are removed with the parts."""
+
+    def __init__(self, team: Team, name: str) -> None:
+        self._team, self._name = team, name
+        self._seen: set[tuple[str, str]] = set()
+        self._over = threading.Event()
+
+    @property
+    def begun(self) -> Counter[str]:
+        """Number of times that each shard was begun."""
+        return Counter(claim.rpartition(".")[0] for _, claim in self._seen)
+
+    def parts(self) -> int:
+        """Return the number of finished parts; 0 before there is a folder."""
+        return len(list(self._parts_folder.glob("*/*.arrow")))
+
+    @property
+    def _parts_folder(self) -> Path:
+        folder = self._team.box.bound_folder(self._team.namespace, f"{self._name}-workspace")
+        return Path("/nowhere") if folder is None else folder / self._name / "predictions.parts"
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._look, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.2):
+            for file in self._parts_folder.glob("*/attempt-*/claims/*.*"):
+                if file.name[:1].isdecimal():
+                    self._seen.add((file.parent.parent.name, file.name))
+
+
+def write_rows(folder: Path) -> int:
+    """Write to-answer/rows.jsonl into the folder of the inputs; return the number of its shards."""
+    words = ("good", "bad", "lamp", "soup", "chair", "was", "very", "broken", "stale", "fresh")
+    (folder / "to-answer").mkdir(exist_ok=True)
+    with (folder / "to-answer" / "rows.jsonl").open("w", encoding="utf-8") as file:
+        for number in range(ROWS):
+            text = " ".join(words[(number * step + step) % len(words)] for step in range(1, 3 + number % 20))
+            file.write(json.dumps({"id": f"r-{number:05}", "text": text, "filler": FILLER}) + "\n")
+    for path in (folder / "to-answer", folder / "to-answer" / "rows.jsonl"):
+        path.chmod(0o755)
+    size = (folder / "to-answer" / "rows.jsonl").stat().st_size
+    return -(-size // max(LEAST_BYTES, size // SHARDS))
+
+
+def spec_of(workers: int, template: Object, seconds: float) -> Object:
+    site = "slow-shards"
+    variables = {"PYTHONPATH": f"/mnt/{site}", "SHARD_SECONDS": str(seconds)}
+    return {
+        "task": "text-classification",
+        "model": {"uri": f"pvc://{INPUTS}/tiny/classifier"},
+        "predict": {
+            "dataset": {"uri": f"pvc://{INPUTS}/to-answer/rows.jsonl"}, "workers": workers, "idColumn": "id",
+        },
+        "resources": {"cpu": "1", "memory": "2Gi"},
+        "storage": {"size": "1Gi"},
+        "runPolicy": {"maxRestarts": 20},
+        "template": {
+            **template,
+            "env": [{"name": name, "value": value} for name, value in variables.items()],
+            "volumes": [{"name": site, "configMap": {"name": site}}],
+            "volumeMounts": [{"name": site, "mountPath": f"/mnt/{site}", "readOnly": True}],
+        },
+    }  # fmt: skip
+
+
+def running(team: Team, name: str) -> list[str]:
+    """Return the running pods of the current attempt."""
+    pods = [pod for pod in team.pods(name, "predict") if pod["status"].get("phase") == "Running"]
+    return [pod["metadata"]["name"] for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+
+
+def kill_at_random(team: Team, name: str, claims: Claims, shards: int) -> int:
+    """Kill pods at random while shards are left; return how many were killed."""
+    draw, killed = random.Random(SEED), 0
+    for number in range(KILLS):
+        more = (number + 1) * shards // (3 * KILLS)
+
+        def due(more: int = more) -> bool:
+            return claims.parts() >= more and bool(running(team, name))
+
+        wait_until(due, f"{more} parts are written", 300, lambda: team.describe(name))
+        try:
+            kill_pod(team, draw.choice(running(team, name)))
+        except AssertionError:
+            continue  # it ended by itself meanwhile
+        killed += 1
+    return killed
+
+
+def fail_writes(team: Team, name: str) -> None:
+    """Have writes of parts fail for a while, as on a share whose server does not respond."""
+    mark = team.results(name) / "outage"
+    mark.touch()
+    ended = [pod["metadata"]["name"] for pod in team.pods(name, "predict")]
+    try:
+        wait_until(lambda: not set(ended) <= set(running(team, name)), "a pod has lost its storage")
+    finally:
+        mark.unlink()
+
+
+@pytest.mark.timeout(900 + 60 * KILLS)
+def test_pods_predict_the_bytes_of_an_undisturbed_job_after_many_faults(box: Box, team: Team) -> None:
+    box.own("losing a node")
+    shards = write_rows(box.claim_folder(team.namespace, INPUTS))
+    site = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "slow-shards"}}
+    team.apply_manifest({**site, "data": {"sitecustomize.py": _SITE}})
+    calm, name = team.new_name("calm"), team.new_name("struck")
+    team.apply(calm, spec_of(1, {}, 0.0))
+    team.apply(name, spec_of(WORKERS, on_fragile_nodes(box), SHARD_SECONDS))
+    claims = Claims(team, name)
+    with claims.watched():
+        killed = kill_at_random(team, name, claims, shards)
+        assert killed
+        fail_writes(team, name)
+        wait_until(lambda: running(team, name), "pods run again", 120, lambda: team.describe(name))
+        assert claims.parts() < shards, "the rows were answered before the node was lost"
+        node = team.pod(running(team, name)[0])["spec"]["nodeName"]
+        there = [pod for pod in map(team.pod, running(team, name)) if pod["spec"]["nodeName"] == node]
+        with node_off(box, node):
+            status = team.succeeds(name, patient(600))
+    found, expected = (team.results(each) / "predictions.jsonl" for each in (name, calm) if team.succeeds(each))
+    assert found.read_bytes() == expected.read_bytes()
+    assert len(found.read_bytes().splitlines()) == ROWS
+    stage = stage_of(status, "predict")
+    # While writes fail, each worker loses a shard at most; with an attempt, too.
+    lost = killed + WORKERS + len(there) + WORKERS * (stage["attempt"] - 1)
+    again = {shard: count - 1 for shard, count in claims.begun.items() if count > 1}
+    print(
+        f"{ROWS} rows, {shards} shards, {killed} kills, attempt {stage['attempt']}, begun again {sum(again.values())}"
+    )
+    assert sum(again.values()) <= lost
+    team.delete(name)
+    team.delete(calm)

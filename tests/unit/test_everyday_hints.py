@@ -1,0 +1,107 @@
+"""Everyday mistakes in job files, and the hints that say how to correct them: a field, its value, and the hint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from finetune_operator.api.settings import LOCAL_SETTINGS
+from finetune_operator.api.validation import validate_job
+from mending import job_document, mend
+
+CHAT = {"task": "text-generation", "model": {"uri": "hf://a/b"}}
+SPOT = {"enabled": True}
+HINTS: tuple[tuple[str, dict[str, Any], str, str], ...] = (
+    ("latency", {"endpoint": {"maxLatency": "0.5s"}}, "endpoint.maxLatencyMilliseconds", "write 500"),
+    ("CSV", {"predict": {"format": "csv"}}, "predict.format", "write jsonl (predictions are JSON Lines or Parquet)"),
+    ("path", {"predict": {"outputPath": "out/a.csv"}}, "predict.outputPath",
+     "set spec.predict.output to file://out/a.jsonl"),
+    ("type", {"resources": {"gpusPerNode": 1, "accelerator": {"type": "T4"}}}, "resources.accelerator.type",
+     "did you mean product? (H100, or as in the node label nvidia.com/gpu.product)"),
+    ("indices", {"resources": {"gpusPerNode": [0, 1]}}, "resources.gpusPerNode", "write 2"),
+    ("TPU", {"resources": {"tpu": "v4-8"}}, "resources.tpu", "leave it out: TPUs are not supported"),
+    ("AMD", {"resources": {"gpusPerNode": 1, "accelerator": "amd"}}, "resources.accelerator",
+     "write {resource: amd.com/gpu}"),
+    ("device", {"resources": {"device": "cuda:0"}}, "resources.device", "set spec.resources.gpusPerNode to 1"),
+    ("total", {"resources": {"nodes": 2, "totalGpus": 8}}, "resources.totalGpus",
+     "set spec.resources.gpusPerNode to 4"),
+    ("capacity", {"resources": {"capacityType": "SPOT"}}, "resources.capacityType", "set spec.spot.enabled to true"),
+    ("variable", {"template": {"env": ["A=b"]}}, "template.env[0]", 'write {name: A, value: "b"}'),
+    ("taint", {"template": {"tolerations": ["dedicated=ml:NoSchedule"]}}, "template.tolerations[0]",
+     "write {key: dedicated, value: ml, effect: NoSchedule}"),
+    ("label", {"template": {"nodeSelector": "gpu=true"}}, "template.nodeSelector", 'write {"gpu": "true"}'),
+    ("Secret", {"secrets": {"hf_token": {"name": "hf", "key": "t"}}}, "secrets.hf_token", "did you mean hubToken?"),
+    ("6h", {"runPolicy": {"maxDuration": "6h"}}, "runPolicy.maxDuration",
+     "set spec.runPolicy.activeDeadlineSeconds to 21600"),
+    ("days", {"ttlDays": 7}, "ttlDays", "set spec.runPolicy.ttlSecondsAfterFinished to 604800"),
+    ("condition", {"evaluation": {"gate": {"accuracy": ">=0.9"}}}, "evaluation.gate.accuracy",
+     "set spec.evaluation.gate.metric to accuracy and spec.evaluation.gate.minimum to 0.9"),
+    ("gates", {"evaluation": {"gate": [{"metric": "f1", "minimum": 0.8}, {"metric": "accuracy", "minimum": 0.8}]}},
+     "evaluation.gate", "write one of its items, without the list: only one is supported"),
+    ("flags", {"evaluation": {"metrics": {"f1": True, "recall": False}}}, "evaluation.metrics", 'write ["f1"]'),
+    ("rows", {"evaluation": {"dataset": {"split": "test"}}}, "evaluation.dataset",
+     "leave it out: rows of spec.dataset.splits.test are evaluated, or of validation; split is "
+     "spec.dataset.splits.test: test"),
+    ("bits", {**CHAT, "model": {"uri": "hf://a/b", "quantize": "nf4"}}, "model.quantize",
+     "set spec.model.adapter.method to qlora"),
+    ("trained", {**CHAT, "model": {"uri": "hf://a/b", "adapter": "hf://a/lora"}}, "model.adapter",
+     "leave it out: training cannot continue from an adapter; spec.model.uri is a whole model"),
+    ("switch", {"parallelism": {"activationCheckpointing": "enabled"}}, "parallelism.activationCheckpointing",
+     "write full"),
+    ("stage", {"parallelism": "zero3"}, "parallelism", "write {strategy: deepspeed, zeroStage: 3}"),
+    ("DeepSpeed", {"parallelism": {"deepspeed": "zero2"}}, "parallelism.deepspeed",
+     "set spec.parallelism.strategy to deepspeed and spec.parallelism.zeroStage to 2"),
+    ("ranks", {"parallelism": {"data": 4}}, "parallelism.data",
+     "leave it out: all processes that tensor, pipeline and sequence leave are data-parallel ranks"),
+    ("sampling", {**CHAT, "generation": {"do_sample": True, "temperature": 0.7}}, "generation.do_sample",
+     "leave it out: a temperature above 0 samples"),
+    ("serving", {"serving": {"replicas": 2}}, "serving", "did you mean endpoint?"),
+    ("engine", {"endpoint": {"runtime": "vllm"}}, "endpoint.runtime",
+     "write auto (the operator's own server answers requests)"),
+    ("GPU", {"endpoint": {"resources": {"limits": {"nvidia.com/gpu": 1}}}}, "endpoint.resources.limits",
+     "set spec.resources.gpusPerNode to 1"),
+    ("claim", {"output": "pvc://results/run1"}, "output", "set spec.storage.workspace to pvc://results"),
+    ("split", {"dataset": {"uri": "hf://c/d", "splits": "test"}}, "dataset.splits", "write {test: test}"),
+    ("workbook", {"dataset": {"uri": "file://a.xlsx"}}, "dataset.uri",
+     "save the rows as .csv (UTF-8), .jsonl or .parquet, and name that file"),
+    ("files", {"dataset": {"uri": ["a.csv", "b.csv"]}}, "dataset.uri",
+     "write one URI: a folder with all files, or a glob such as file://data/*.csv"),
+    ("tracker", {"tracking": {"wandb": {"project": "p"}}}, "tracking",
+     'leave it out, and move its content: wandb is spec.training.arguments.report_to: ["wandb"]; wandb is '
+     'spec.template.env: [{"name": "WANDB_PROJECT", "value": "p"}]'),
+    ("program", {"training": {"script": "train.py"}}, "training.script",
+     "write {git: {url: REPOSITORY}, entryPoint: train.py}, with the https:// address of its git repository"),
+    ("upload", {"hub": {"push": True}}, "hub",
+     "leave it out: model/ of the results has the Hub's layout; upload it with the Hub's own command"),
+    ("taken", {"training": {"num_train_epochs": 3, "epochs": 5}}, "training.num_train_epochs",
+     "leave it out: spec.training.epochs is already 5; or replace that value"),
+    ("last", {"checkpoints": {"keep": "last 3"}}, "checkpoints.keep", "write 3"),
+    ("false", {"checkpoints": False}, "checkpoints", "leave it out"),
+    ("column", {"dataset": {"uri": "hf://c/d", "columns": {"image": "image"}}}, "dataset.columns.image",
+     "leave it out: text-classification reads text, label"),
+)  # fmt: skip
+"""Name of the case, fields of the spec, field of the message, and its hint."""
+
+
+@pytest.mark.parametrize(("spec", "field", "hint"), [row[1:] for row in HINTS], ids=[row[0] for row in HINTS])
+def test_everyday_mistake_gets_its_hint(spec: dict[str, Any], field: str, hint: str) -> None:
+    _, problems = validate_job(job_document(spec), LOCAL_SETTINGS)
+    assert hint in [problem.hint for problem in problems if problem.path == f"spec.{field}"]
+
+
+def test_fields_beside_kind_are_not_reported_as_missing_below_spec() -> None:
+    document = job_document({"evaluation": {}})
+    document |= {name: document["spec"].pop(name) for name in ("task", "model", "dataset")}
+    _, problems = validate_job(document, LOCAL_SETTINGS)
+    assert [problem.hint for problem in problems] == ["move it below spec"] * 3
+    mended, _ = mend(document, problems, {})
+    assert validate_job(mended, LOCAL_SETTINGS)[1] == []
+
+
+def test_path_below_a_mounted_claim_is_answered_with_the_claim() -> None:
+    volumes = [{"name": "data", "persistentVolumeClaim": {"claimName": "team-data"}}]
+    mounts = [{"name": "data", "mountPath": "/mnt/data"}]
+    spec = {"dataset": {"uri": "/mnt/data/reviews"}, "template": {"volumes": volumes, "volumeMounts": mounts}}
+    _, (problem,) = validate_job(job_document(spec), LOCAL_SETTINGS)
+    assert problem.hint.startswith("write pvc://team-data/reviews,")
