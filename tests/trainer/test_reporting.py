@@ -243,18 +243,18 @@ def test_report_draws_each_term_from_the_end_of_the_one_before(paths):
     section = {name: each.model_dump(mode="json") for name, each in (("planned", planned), ("measured", measured))}
     merge_metrics(paths, {"train": {**METRICS["train"], **section}})
     picture = {
-        "parameters: 10.00 GiB planned, 12.00 GiB measured": [("0.0%", "12.5%"), ("0.0%", "15.0%")],
-        "activations: 20.00 GiB planned": [("12.5%", "25.0%")],
-        "process: 10.00 GiB planned": [("37.5%", "12.5%")],
-        "tensors: 30.00 GiB planned, 24.00 GiB measured": [("0.0%", "37.5%"), ("0.0%", "30.0%")],
-        "total: 40.00 GiB planned, 30.00 GiB measured": [("0.0%", "50.0%"), ("0.0%", "37.5%")],
+        "parameters: 10.0 GiB planned, 12.0 GiB measured": [("0.0%", "12.5%"), ("0.0%", "15.0%")],
+        "activations: 20.0 GiB planned": [("12.5%", "25.0%")],
+        "process: 10.0 GiB planned": [("37.5%", "12.5%")],
+        "tensors: 30.0 GiB planned, 24.0 GiB measured": [("0.0%", "37.5%"), ("0.0%", "30.0%")],
+        "total: 40.0 GiB planned, 30.0 GiB measured": [("0.0%", "50.0%"), ("0.0%", "37.5%")],
     }
     # The device has twice the plan's memory.
     page = the_report(paths, {"memory": {"terms": [], "totalBytes": 40 << 30, "capacityBytes": 80 << 30}})
     assert bars_of(page) == picture
-    assert "The whole width is 80.00 GiB, the memory of the device." in page.text
+    assert "The whole width is 80.0 GiB, the memory of the device." in page.text
     # In a cluster there is no plan.json.
-    assert bars_of(the_report(paths))["total: 40.00 GiB planned, 30.00 GiB measured"] == [
+    assert bars_of(the_report(paths))["total: 40.0 GiB planned, 30.0 GiB measured"] == [
         ("0.0%", "100.0%"),
         ("0.0%", "75.0%"),
     ]
