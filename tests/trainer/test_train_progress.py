@@ -208,7 +208,7 @@ def test_kept_connection_carries_the_next_updates_until_it_is_idle(
     assert server.connections == connections
 
 
-def test_connection_closed_by_the_server_loses_no_update(server: Server, tmp_path: Path):
+def test_connection_closed_by_the_server_loses_no_update(server: Server, tmp_path: Path, caplog):
     token = tmp_path / "token"
     token.write_text("x")
     server.protocol = "HTTP/1.1"
@@ -219,6 +219,7 @@ def test_connection_closed_by_the_server_loses_no_update(server: Server, tmp_pat
         wait_until(lambda number=step + 1: len(server.posts) == number, f"post {step} has arrived")
     outlet.close()
     assert server.connections == 2
+    assert not caplog.records
 
 
 def test_an_update_is_posted_three_times_at_most(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -596,7 +596,9 @@ def test_a_crowd_closes_no_connection_of_a_known_pod_under_review(uid: str, stat
     assert run_with(operator, crowd, ServerLimits(connections=2)) == status
 
 
-@pytest.mark.parametrize(("bearer", "connection"), [(GOOD, None), (token("unknown"), "close")])
+@pytest.mark.parametrize(
+    ("bearer", "connection"), [(GOOD, None), (token("unknown"), "close")], ids=["known", "unknown"]
+)
 def test_connection_of_a_known_pod_stays_open_for_its_next_report(bearer: str, connection: str | None) -> None:
     async def twice(running: Running) -> list[str | None]:
         return [(await running.post(bearer=bearer))[2].get("Connection") for _ in range(2)]
@@ -708,7 +710,7 @@ def test_random_body_gets_200_or_400_and_accepted_ones_a_status() -> None:
                 assert answer == {} if status == 200 else isinstance(answer["error"], str)
                 assert len(operator.reported) == (status == 200)
                 for _, progress in operator.reported:
-                    json.dumps(progress.model_dump(), allow_nan=False)
+                    json.dumps(progress.model_dump(), allow_nan=False, default=datetime.isoformat)
                     ProgressStatus.model_validate(progress.model_dump())
 
             checked = examples(150, suppress_health_check=list(HealthCheck))(given(bodies)(one))

@@ -228,21 +228,22 @@ class KubeflowProgress:
             self._deliver(kubeflow_update(progress))
 
     def _deliver(self, update: KubeflowUpdate) -> None:
-        """Post the update until it is accepted, a newer one waits, or all tries have failed. The first failure is
-        logged.
+        """Post the update until it is accepted, a newer one waits, or all tries have failed. The first update that is
+        given up is logged.
         """
         for left in reversed(range(_TRIES)):
             try:
                 self.post(update)
                 return
             except (OSError, http.client.HTTPException, ValueError) as error:
-                self._warn(error)
+                failure = error
             with self._wake:
                 if left:
                     # The end of the stage cuts the delay short.
                     self._wake.wait_for(lambda: self._next is not None or self._closed, _AGAIN_SECONDS)
                 if self._next is not None:
-                    return
+                    break
+        self._warn(failure)
 
     def _warn(self, error: Exception) -> None:
         if not self._warned:

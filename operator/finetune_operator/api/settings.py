@@ -249,23 +249,17 @@ class Settings(SpecModel):
     namespaces: tuple[DnsLabel, ...] = Field(
         default=(), description="Namespaces whose jobs the operator runs. Defaults to all."
     )
-    defaults: Defaults = Field(
-        default=Defaults.model_construct(), description="Defaults of fields that a job leaves unset."
-    )
-    limits: Limits = Field(default=Limits.model_construct(), description="Timeouts and retries.")
-    progress: Progress = Field(default=Progress.model_construct(), description="Progress reports of pods.")
-    spot: Spot = Field(default=Spot.model_construct(), description="Spot nodes.")
+    defaults: Defaults = Field(default=Defaults(), description="Defaults of fields that a job leaves unset.")
+    limits: Limits = Field(default=Limits(), description="Timeouts and retries.")
+    progress: Progress = Field(default=Progress(), description="Progress reports of pods.")
+    spot: Spot = Field(default=Spot(), description="Spot nodes.")
     spark: Spark = Field(
-        default=Spark.model_construct(),
-        description="Image and service account of engine spark in preparation and predict.",
+        default=Spark(), description="Image and service account of engine spark in preparation and predict."
     )
-    network_policy: Network = Field(
-        default=Network.model_construct(), description="Network access of the pods of jobs."
-    )
+    network_policy: Network = Field(default=Network(), description="Network access of the pods of jobs.")
 
     allow: Allow = Field(
-        default=Allow.model_construct(),
-        description="Resources of their namespace that jobs may use, and their maximum size.",
+        default=Allow(), description="Resources of their namespace that jobs may use, and their maximum size."
     )
     schemes: tuple[Scheme, ...] = Field(default=CLUSTER_SCHEMES, description="URI schemes that jobs may use.")
     git_hosts: tuple[str, ...] = Field(
@@ -285,11 +279,11 @@ class Settings(SpecModel):
         default=(),
         description="GPUs in addition to the built-in table (docs/hardware.md), or overrides of its values.",
     )
-    nodes: Nodes = Field(default=Nodes.model_construct(), description="Sources of facts about the GPUs of nodes.")
+    nodes: Nodes = Field(default=Nodes(), description="Sources of facts about the GPUs of nodes.")
     network: NodeNetwork = Field(
-        default=NodeNetwork.model_construct(), description="Network between the nodes of a training with GPUs."
+        default=NodeNetwork(), description="Network between the nodes of a training with GPUs."
     )
-    planning: Planning = Field(default=Planning.model_construct(), description="Margins of plans.")
+    planning: Planning = Field(default=Planning(), description="Margins of plans.")
 
     def progress_deadline(self, policy: RunPolicySpec) -> int:
         """Return the seconds without progress after which an attempt is stopped: the job's, or else ours; 0: never."""

@@ -26,8 +26,10 @@ from finetune_operator.kubernetes_api.resources import (
     FINETUNE_JOB,
     INFERENCE_SERVICE,
     LAUNCHER_RESOURCES,
+    SERVICE,
     resource_of,
 )
+from finetune_operator.reconcile.endpoint_takeover import former_job, service_of
 from finetune_operator.reconcile.reconcile_types import (
     JobView,
     ObjectRef,
@@ -99,7 +101,7 @@ class JobObjects:
         """Create the object, or change the existing one if it is this job's."""
         ref = ObjectRef.of(manifest)
         found = await self._found(job, ref)
-        if found is not None and not _is_ours(found, job):
+        if found is not None and not _is_ours(found, job) and not _is_taken_over(found, job):
             if _is_being_deleted(found) or _is_of_earlier_job(found, job):
                 raise ConflictError(
                     f"{ref.kind} {ref.name}", 409, "Conflict", "an object of that name is being deleted"
@@ -108,7 +110,10 @@ class JobObjects:
                 ref, CONFLICT_CODE, f'{ref.kind} "{ref.name}" exists already and does not belong to this job'
             )
         try:
-            stored = await self._state.kube.apply(manifest, job.namespace, None if found is None else _uid(found))
+            uid = None if found is None else _uid(found)
+            # Two jobs may want one Service: none overwrites what it has not read.
+            version = _version(found) if found is not None and ref.kind == SERVICE.kind else None
+            stored = await self._state.kube.apply(manifest, job.namespace, uid, version)
         except (InvalidError, ForbiddenError, NotFoundError, WebhookError) as error:
             self._discovery.outdated()
             return Refusal(ref, error.code, error.message)
@@ -181,3 +186,20 @@ def _is_of_earlier_job(found: Mapping[str, JsonValue], job: JobView) -> bool:
         and owner.get("uid") != job.uid
         for owner in owners
     )
+
+
+def _is_taken_over(found: Mapping[str, JsonValue], job: JobView) -> bool:
+    """Return whether it is the Service of the job whose endpoint this one takes over."""
+    metadata = found.get("metadata")
+    if not isinstance(metadata, dict) or found.get("kind") != SERVICE.kind or metadata.get("name") != service_of(job):
+        return False
+    if _is_being_deleted(found):
+        return False
+    owner = controller_of(metadata)
+    return owner is not None and (owner.kind, owner.name) == (FINETUNE_JOB.group_kind, former_job(job))
+
+
+def _version(found: Mapping[str, JsonValue]) -> str:
+    metadata = found["metadata"]
+    assert isinstance(metadata, dict)
+    return str(metadata["resourceVersion"])
