@@ -121,6 +121,10 @@ class World:
     """True if InferenceServices are served."""
     custom_metrics: bool = False
     """True if the custom metrics API is served."""
+    taken_by: str | None = None
+    """Job that has taken the endpoint over."""
+    former_endpoint: str | None = None
+    """Service of the job whose endpoint is taken over."""
     canary_reading: CanaryReading | None = None
     """Last reading of the servers' metrics."""
     autoscaler: AutoscalerView | None = None
@@ -189,6 +193,7 @@ class World:
         seen = replace(
             seen, last_logs=tuple(self.last_logs.items()), endpoints=endpoints, kserve=self.kserve,
             custom_metrics=self.custom_metrics, autoscaler=self.autoscaler, canary_reading=self.canary_reading,
+            taken_by=self.taken_by, former_endpoint=self.former_endpoint,
         )  # fmt: skip
         for name in pods_being_deleted(self.job(), seen):
             self.last_logs[name] = self.logs.get(name, "")
@@ -204,7 +209,8 @@ class World:
         """Reconcile once; with `crash_after`, the operator dies after that many of its writes."""
         over = self.status is not None and self.status.get("phase") in ("Succeeded", "Failed")
         decision = self.decide()
-        assert not (over and decision.create), "a job that has ended creates nothing"
+        over = over and decision.status.phase != "Serving"
+        assert not (over and decision.create), "a job that has ended creates nothing, unless it serves again"
         left = 10**6 if crash_after is None else crash_after
         for ref in decision.delete:
             if left <= 0:

@@ -198,8 +198,8 @@ def model_server() -> Iterator[ModelServer]:
 
 
 def test_canary_is_rolled_back_by_its_errors_and_takes_over_without(world: World) -> None:
-    with model_server() as first, model_server() as second:
-        for number, server in ((1, first), (2, second), (3, second)):
+    with model_server() as first, model_server() as second, model_server() as third:
+        for number, server in enumerate((first, second, third), start=1):
             play = replace(RUNS, address=server.address)
             world.kubelet.playbook.set("tried", "serve", play, number)
         traffic = {"canaryPercent": 34, "canarySeconds": 4}
@@ -213,7 +213,6 @@ def test_canary_is_rolled_back_by_its_errors_and_takes_over_without(world: World
         failed = endpoint["revisions"][1]
         assert (failed["state"], failed["reason"], failed["canaryResult"]) == ("Ended", "CanaryFailed", "Failed")
         assert "requests failed (100.0 %), and 0.0 % of those to revision 1" in failed["message"]
-        second.code = "200"
         world.change("tried", {"endpoint": {"maxQueue": 8}})
         status = world.wait(
             "tried", "there is a canary", lambda one: (one["endpoint"].get("canary") or {}).get("readTime")
@@ -232,6 +231,45 @@ def test_canary_is_rolled_back_by_its_errors_and_takes_over_without(world: World
             2, 1, 1, 1,
         ]  # fmt: skip
         assert "EndpointNotReady" not in reasons
+
+
+def test_endpoint_is_taken_over_by_another_job_and_back(world: World) -> None:
+    for job in ("old", "new"):
+        world.kubelet.playbook.set(job, "serve", RUNS)
+    world.apply("old", {**ALONE, "endpoint": DEPLOYED})
+    answers(world, "old")
+    path = world.path("v1", "services", "old-endpoint")
+    before = world.api.get(path)
+    claim = {"name": "old", "takesOver": "old"}
+    world.apply("new", {**ALONE, "endpoint": {**DEPLOYED, **claim, "resources": {"cpu": "4000"}}})
+    status = world.wait("new", "its servers start", lambda one: condition(one, "Ready").get("reason") != "InProgress")
+    assert conditions(status)["Ready"] == "False"
+    assert world.api.get(path) == before, "the URL leads to the old job until the new one's servers answer"
+    world.change("new", {"endpoint": {"resources": None}})
+    status = answers(world, "new")
+    assert status["endpoint"]["takenOverFrom"] == "old"
+    assert status["artifacts"]["endpointUrl"] == f"http://old-endpoint.{world.namespace}.svc"
+    found = world.api.get(path)
+    assert before is not None
+    assert found is not None
+    assert (found["metadata"]["uid"], found["spec"]["clusterIP"]) == (
+        before["metadata"]["uid"], before["spec"]["clusterIP"],
+    )  # fmt: skip
+    assert [one["name"] for one in found["metadata"]["ownerReferences"]] == ["new"]
+    assert found["spec"]["selector"]["finetune.dev/job"] == "new"
+    status = world.wait_phase("old", "Succeeded")
+    assert status["endpoint"]["takenOverBy"] == "new"
+    wait_until(lambda: world.of_job("old", APPS, "deployments") == [], "the old job's servers are gone")
+    world.wait_event("old", "the takeover is reported", lambda kind, reason, _: reason == "EndpointTakenOver")
+    world.delete("new")
+    wait_until(
+        lambda: (
+            (world.api.get(path) or {"metadata": {}})["metadata"].get("ownerReferences", [{}])[0].get("name") == "old"
+        ),
+        "the old job serves again",
+    )
+    world.wait_phase("old", "Serving")
+    assert "takenOverBy" not in answers(world, "old")["endpoint"]
 
 
 def test_job_that_only_serves_needs_no_claim_and_stops_while_suspended(world: World) -> None:

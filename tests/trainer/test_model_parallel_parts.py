@@ -367,7 +367,7 @@ def test_fsdp_over_split_layers_that_is_not_there_is_an_error(four_ranks, bench,
     assert refusal(strategy, placed(split.prepare_model(tiny("llama")), world=4)) == "ParameterNotSharded"
 
 
-def test_fsdp_divides_embeddings_and_layers_of_a_tensor_rank_among_replicas(four_ranks, bench, monkeypatch):
+def test_fsdp_divides_the_slices_of_split_layers_among_replicas(four_ranks, bench, monkeypatch):
     model = sharded_replicas(bench, monkeypatch).prepare_model(tiny("llama", vocab_size=52))
     whole = tiny("llama", vocab_size=52)
     shares = {

@@ -464,6 +464,10 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
     "yaml-alias-bomb": [
         ("", "NotSupported", "aliases must not make up nearly all of a document"),
     ],
+    "other-files": [
+        ("spec.dataset.uri", "Invalid", "save the rows as .csv (UTF-8), .jsonl or .parquet, and name that file"),
+        ("spec.predict.dataset.uri", "Invalid", ".zip files cannot be read"),
+    ],
     "split-forms": [
         ("spec.dataset.splits.train", "Invalid", "write train[:80%], and train[80%:] for the split that gets the rest"),
         ("spec.dataset.splits.validation", "Invalid", "write train[90%:], and train[:90%] for spec.dataset.splits.t"),
@@ -473,13 +477,16 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.predict.dataset.splits.test", "Invalid", "is a fraction of rows, and a split of files is a file"),
     ],
     "yaml-bad-indent": [
-        ("", "Syntax", "did not find expected key"),
+        ("", "Syntax", "begin model in the column of line 6: task"),
+        ("spec.training", "Required", "write `training: {}`"),
     ],
     "yaml-duplicate-key": [
         ("spec.training.epochs", "Duplicate", "a field may be set once; it is already set on line 9"),
     ],
     "yaml-tab": [
-        ("", "Syntax", "indent with spaces if this is a tab; put text that begin"),
+        ("", "Syntax", "indent with spaces: line 6 begins with a tab"),
+        ("spec.model", "Required", "write it with uri"),
+        ("spec.training", "Required", "write `training: {}`"),
     ],
     "zero-stage-with-ddp": [
         ("spec.parallelism.zeroStage", "Invalid", "is a DeepSpeed setting and needs spec.parallelism.strate"),
@@ -666,7 +673,7 @@ def test_hint_for_a_missing_field_lists_its_values() -> None:
             "write one of text-classification, token-classification, question-answering, text-generation, "
             "preference-tuning, summarization, translation, masked-lm",
         ),
-        ("spec.model", "write it with uri below it"),
+        ("spec.model", "write it with uri below it, e.g. {uri: hf://org/name}"),
     ]
 
 

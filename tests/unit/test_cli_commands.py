@@ -373,9 +373,9 @@ def test_unusable_settings_are_reported_by_their_field_names(tmp_path: Path) -> 
     (tmp_path / "settings.yaml").write_text("prices: [{product: T4, perHour: 1}]\ncolour: blue\n")
     assert finetune("validate", "job.yaml", "--settings", "settings.yaml", folder=tmp_path).stderr.splitlines()[-1] == (
         "Error: --settings: settings.yaml: prices[0].gpus: is required; set it: number of GPUs on the node; "
-        'settings.yaml: colour "blue": there is no such field; the fields here are namespaces, defaults, limits, '
-        "progress, spot, spark, networkPolicy, allow, schemes, gitHosts, images, trustRemoteCode, currency, prices, "
-        "hardware, nodes, network, planning"
+        'settings.yaml: colour "blue": there is no such field; rename it, or leave it out: the fields here are '
+        "namespaces, defaults, limits, progress, spot, spark, networkPolicy, allow, schemes, gitHosts, images, "
+        "trustRemoteCode, currency, prices, hardware, nodes, network, planning"
     )
 
 

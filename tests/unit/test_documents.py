@@ -719,6 +719,6 @@ def test_syntax_error_with_several_meanings_leaves_its_document_out(text: str) -
     assert documents == []
 
 
-def test_second_field_below_an_empty_one_is_named_as_misplaced() -> None:
+def test_repeated_field_after_an_empty_one_gets_an_indentation_hint() -> None:
     _, (problem,) = read_documents("a:\nuri: 1\nb:\nuri: 2\n")
     assert problem.hint == "indent it if it belongs to b, the field above; else remove one of the two"

@@ -90,7 +90,7 @@ def test_everyday_mistake_gets_its_hint(spec: dict[str, Any], field: str, hint: 
     assert hint in [problem.hint for problem in problems if problem.path == f"spec.{field}"]
 
 
-def test_fields_beside_kind_are_not_reported_as_missing_below_spec() -> None:
+def test_fields_beside_kind_are_not_reported_as_missing_in_spec() -> None:
     document = job_document({"evaluation": {}})
     document |= {name: document["spec"].pop(name) for name in ("task", "model", "dataset")}
     _, problems = validate_job(document, LOCAL_SETTINGS)
@@ -99,7 +99,7 @@ def test_fields_beside_kind_are_not_reported_as_missing_below_spec() -> None:
     assert validate_job(mended, LOCAL_SETTINGS)[1] == []
 
 
-def test_path_below_a_mounted_claim_is_answered_with_the_claim() -> None:
+def test_path_in_a_mounted_claim_is_answered_with_its_uri() -> None:
     volumes = [{"name": "data", "persistentVolumeClaim": {"claimName": "team-data"}}]
     mounts = [{"name": "data", "mountPath": "/mnt/data"}]
     spec = {"dataset": {"uri": "/mnt/data/reviews"}, "template": {"volumes": volumes, "volumeMounts": mounts}}

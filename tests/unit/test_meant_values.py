@@ -103,7 +103,8 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "a misspelt scheme": ({"dataset": {"uri": "hf:/org/data"}}, "dataset.uri", "write hf://org/data"),
     "a store that is not read": (
         {"dataset": {"uri": "gcs://bucket/data"}}, "dataset.uri",
-        "gcs:// is not supported in this version: copy the data to one of these locations",
+        "copy the data, and write hf://ORG/NAME, file://PATH or pvc://CLAIM/PATH: gcs:// is not supported in this "
+        "version",
     ),
     "a configuration in the name": (
         {"dataset": {"uri": "hf://nyu-mll/glue/mnli"}}, "dataset.uri",

@@ -7,7 +7,8 @@ import re
 import pytest
 
 from finetune_contract.choices import Task
-from finetune_operator.api.settings import CLUSTER_SETTINGS, HardwareRow, Settings
+from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
+from finetune_operator.api.settings_nodes import HardwareRow
 from finetune_operator.api.validation import validate_job
 from finetune_operator.planning.assumed_facts import HardwareError, assumed_model, parse_hardware
 from finetune_operator.planning.cost import forward_flops, training_flops
@@ -140,7 +141,7 @@ def test_half_of_the_16_bit_peak_is_the_tf32_peak_of_the_data_sheets():
         ("T4", {}, None),
     ],
 )
-def test_reasons_say_which_form_fp32_products_have(gpu: str, arguments: dict[str, object], expected: str | None):
+def test_reasons_name_the_form_of_fp32_products(gpu: str, arguments: dict[str, object], expected: str | None):
     spec = {
         "task": "text-classification",
         "model": {"uri": "hf://google-bert/bert-base-uncased"},

@@ -73,7 +73,7 @@ def states(name: str, world: int, **degrees: Any) -> Any:
 
 
 @pytest.mark.parametrize("degrees", [{"tensor": 2}, {"pipeline": Pipeline(degree=2, micro_batches=4)}])
-def test_fsdp_divides_what_a_process_of_each_replica_has_among_the_replicas(degrees):
+def test_fsdp_divides_the_state_of_split_models_among_replicas(degrees):
     whole, divided = (states(name, 8, **degrees) for name in ("ddp", "fsdp"))
     assert divided.parameters == pytest.approx(whole.parameters / 4, rel=1e-6)
     assert divided.optimizer == pytest.approx(whole.optimizer / 4, rel=1e-6)

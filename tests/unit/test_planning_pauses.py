@@ -140,7 +140,7 @@ WAITS = {
 
 
 @pytest.mark.parametrize("case", WAITS)
-def test_reasons_say_why_the_training_waits_for_checkpoints(case: str):
+def test_reasons_explain_why_the_training_waits_for_checkpoints(case: str):
     fields, why = WAITS[case]
     made = planned(**fields)
     assert made.trainer.training is not None

@@ -596,7 +596,9 @@ def test_a_crowd_closes_no_connection_of_a_known_pod_under_review(uid: str, stat
     assert run_with(operator, crowd, ServerLimits(connections=2)) == status
 
 
-@pytest.mark.parametrize(("bearer", "connection"), [(GOOD, None), (token("unknown"), "close")])
+@pytest.mark.parametrize(
+    ("bearer", "connection"), [(GOOD, None), (token("unknown"), "close")], ids=["known", "unknown"]
+)
 def test_connection_of_a_known_pod_stays_open_for_its_next_report(bearer: str, connection: str | None) -> None:
     async def twice(running: Running) -> list[str | None]:
         return [(await running.post(bearer=bearer))[2].get("Connection") for _ in range(2)]

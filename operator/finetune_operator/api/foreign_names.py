@@ -637,7 +637,7 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("fp8",), AXOLOTL, "spec.training.precision", value="fp8"),
     ForeignName(
         ("mixed_precision", "dtype", "torch_dtype", "compute_dtype", "amp", "half_precision"), EVERYBODY,
-        "spec.training.precision",
+        "spec.training.precision", writes=lambda given: {"spec.training.precision": "fp16"} if given is True else {},
     ),
     ForeignName(
         ("gradient_checkpointing", "activation_checkpoint", "use_gradient_checkpointing", "recompute"), EVERYBODY,
@@ -1252,7 +1252,7 @@ VALUES: tuple[ForeignValue, ...] = (
     ForeignValue(
         _PRECISION,
         ("float16", "half", "16", "16-mixed", "mixed", "amp", "fp16-mixed", "mixed-fp16", "mixed-float16",
-         "mixed-precision", "16bit", "16-true", True),
+         "mixed-precision", "16bit", "16-true"),
         EVERYBODY, {_PRECISION: "fp16"},
     ),
     ForeignValue(

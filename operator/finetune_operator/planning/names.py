@@ -60,8 +60,12 @@ class JobNames:
 
     @property
     def endpoint(self) -> str:
-        """Name the Service of the servers, and the other objects that all revisions of an endpoint share."""
+        """Name the objects that all revisions of an endpoint share; the Service if the endpoint has no other name."""
         return f"{self.base}-endpoint"
+
+    def endpoint_service(self, name: str | None) -> str:
+        """Name the Service of the servers; `name` is that of the endpoint, if it differs from the job's."""
+        return self.endpoint if name is None else f"{name}-endpoint"
 
     def servers(self, revision: int) -> str:
         """Name the servers and the ConfigMap of a revision (1 to 99,999) of the endpoint."""

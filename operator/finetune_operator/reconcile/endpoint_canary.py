@@ -244,7 +244,7 @@ def _added(one: RequestCounts, other: RequestCounts) -> RequestCounts:
     )
 
 
-# ------------------------------------------------------------------------------------------------------- how it is told
+# ---------------------------------------------------------------------------------------------- in status and events
 
 
 def with_canary_problem(state: ReconcileState, before: CanaryStatus | None) -> ReconcileState:
@@ -263,7 +263,7 @@ def with_canary_problem(state: ReconcileState, before: CanaryStatus | None) -> R
     if seconds_since(canary.problem_time, state.now) < UNREAD_SECONDS or state.findings.stalled is not None:
         return state
     stalled = Stalled("CanaryNotMeasured", f"The canary does not end: {canary.problem}")
-    told = condition(state.job.status, "Stalled")
-    if told is None or told.reason != stalled.reason:
+    known = condition(state.job.status, "Stalled")
+    if known is None or known.reason != stalled.reason:
         state = state.with_event(stalled.reason, stalled.message, warning=True)
     return state.with_findings(stalled=stalled)

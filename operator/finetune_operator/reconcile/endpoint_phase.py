@@ -38,6 +38,14 @@ from finetune_operator.reconcile.endpoint_rollout import (
     with_rollout_events,
     with_rollout_problem,
 )
+from finetune_operator.reconcile.endpoint_takeover import (
+    Takeover,
+    takeover_of,
+    takeover_readiness,
+    waits_to_take_over,
+    with_takeover,
+    without_service,
+)
 from finetune_operator.reconcile.planned import context, plan_now, plan_status, problems_text
 from finetune_operator.reconcile.reconcile_state import Readiness, ReconcileState, Stalled, reference
 from finetune_operator.reconcile.reconcile_types import EndpointView, ObjectRef
@@ -46,6 +54,7 @@ from finetune_operator.reconcile.status import condition
 from finetune_operator.rendering.endpoint_objects import (
     OPTIONAL_KINDS,
     RUNTIMES,
+    SERVICE_KIND,
     SHARED_KINDS,
     EndpointObjects,
     canary_objects,
@@ -79,21 +88,28 @@ def with_serve_stage(state: ReconcileState, stages: tuple[StageStatus, ...]) -> 
 
 def remove_endpoint(state: ReconcileState) -> ReconcileState:
     """Delete the endpoint that the job should not have: it is no longer requested, or the job is suspended."""
+    taken_by = state.observed.taken_by
     has_endpoint = state.job.job is not None and state.spec.endpoint is not None and state.end is None
     if has_endpoint and not state.suspended:
         return state
     artifacts, history = state.status.artifacts, state.status.endpoint
-    state = state.with_status(endpoint=stopped(history, state) if state.suspended else None)
+    state = state.with_status(endpoint=stopped(history, state) if state.suspended or taken_by else None)
     if artifacts is not None and artifacts.endpoint_url is not None:
         state = state.with_status(artifacts=artifacts.model_copy(update={"endpoint_url": None}))
         reason = "runPolicy.suspend is true" if state.suspended else "spec.endpoint was removed"
-        state = state.with_event("EndpointRemoved", f"The endpoint is deleted: {reason}.")
+        if taken_by is not None:
+            url = artifacts.endpoint_url
+            state = state.with_event("EndpointTakenOver", f"FineTuneJob {taken_by} has taken over {url}.")
+        else:
+            state = state.with_event("EndpointRemoved", f"The endpoint is deleted: {reason}.")
     servers = [one for one in state.observed.endpoints if not one.deleting]
     if not servers:
         return state
     # The servers' owners are deleted last: as long as they exist, the objects before them are looked for again.
-    name = JobNames.of(state.job.name).endpoint
-    beside = tuple(ObjectRef(*kind, name) for kind in SHARED_KINDS)
+    names = JobNames.of(state.job.name)
+    beside = [ObjectRef(*kind, names.endpoint) for kind in SHARED_KINDS if kind != SERVICE_KIND]
+    if taken_by is None:
+        beside.append(ObjectRef(*SERVICE_KIND, names.endpoint_service(None if history is None else history.name)))
     return state.with_actions(remove=(*beside, *(ref for one in servers for ref in _revision_objects(one))))
 
 
@@ -143,12 +159,15 @@ def serve(state: ReconcileState) -> ReconcileState:
         state = state.with_actions(create=shared(job_plan, surroundings))
     state = with_rollout_events(state, rolled, wanted.desired).with_status(endpoint=rolled.status)
     state = state.with_actions(remove=tuple(ref for one in rolled.unneeded for ref in _revision_objects(one)))
+    takeover = takeover_of(state, rolled)
+    state = with_takeover(state, takeover, rolled)
     if wanted.kept or rolled.failed is not None:
         # The plan is that of the revision that failed.
         state = _running(state, current, rolled, objects)
     else:
-        state = _applied(state, current, rolled, objects)
-    return _with_conditions(state.with_actions(apply=(*state.decision.apply, *_changed_by_canary(wanted))))
+        state = _applied(state, current, rolled, objects, takeover is Takeover.NOW)
+    state = state.with_actions(apply=(*state.decision.apply, *_changed_by_canary(wanted)))
+    return _with_conditions(without_service(state) if takeover is Takeover.WAITING else state)
 
 
 @dataclass(frozen=True)
@@ -223,21 +242,27 @@ def _refused(state: ReconcileState, current: StageStatus) -> ReconcileState:
     return _with_stall(state.with_stage(held).requeue(at), reason, message)
 
 
-def _applied(state: ReconcileState, current: StageStatus, rolled: Rollout, objects: EndpointObjects) -> ReconcileState:
-    """Create or change the objects of the wanted revision; all of the endpoint once the URL leads to it."""
+def _applied(
+    state: ReconcileState, current: StageStatus, rolled: Rollout, objects: EndpointObjects, takes_url: bool
+) -> ReconcileState:
+    """Create or change the objects of the wanted revision; all of the endpoint once the URL leads to it. `takes_url`:
+    True if it is taken over from another job now.
+    """
     servers = rolled.target_view
     scaled = servers is not None and _scaled(servers, objects)
     if rolled.serving_revision != rolled.target:
         # Until it takes over, the objects that all revisions share are those of the one that serves.
         state = state.with_actions(apply=objects.servers if servers is None or scaled else ())
         return _running(state, current, rolled, objects)
-    if servers is not None and not rolled.takes_over and servers.digest == objects.digest and not scaled:
+    if servers is not None and not rolled.takes_over and servers.digest == objects.digest and not (scaled or takes_url):
         return _running(state, current, rolled, objects)
     names, kinds = JobNames.of(state.job.name), {(one["apiVersion"], one["kind"]) for one in objects.manifests}
     unwanted = tuple(ObjectRef(*kind, names.endpoint) for kind in OPTIONAL_KINDS if kind not in kinds)
     name = f"{RUNTIMES[objects.runtime][1]} {names.servers(rolled.target)}"
     if rolled.serving is None and servers is None:
         state, unwanted = state.with_event("StageStarted", f"Stage serve runs as {name}."), ()
+    elif takes_url:
+        pass
     elif servers is not None and not rolled.takes_over and servers.digest == objects.digest:
         state = state.with_event(
             "EndpointUpdated", f"{name} is scaled to {objects.replicas} server{'s' * (objects.replicas > 1)}."
@@ -281,7 +306,8 @@ def _running(state: ReconcileState, current: StageStatus, rolled: Rollout, objec
 
 def _with_conditions(state: ReconcileState) -> ReconcileState:
     """Return the state with the endpoint's state, and events when it became ready or stopped being so."""
-    status, url = state.status.endpoint, endpoint_url(state.job.name, state.job.namespace)
+    status = state.status.endpoint
+    url = endpoint_url(state.job.name, state.job.namespace, None if status is None else status.name)
     target = None if status is None else view_of(state, status.target)
     readiness = _readiness(state, url)
     serving = None if status is None else view_of(state, status.revision)
@@ -317,6 +343,8 @@ def _with_conditions(state: ReconcileState) -> ReconcileState:
 def _readiness(state: ReconcileState, url: str) -> Readiness:
     status = state.status.endpoint
     servers = None if status is None else view_of(state, status.revision)
+    if status is not None and waits_to_take_over(state):
+        return takeover_readiness(state)
     if status is not None and servers is not None and servers.available > 0:
         count = f"{servers.available} of {servers.replicas} server{'s' * (servers.replicas > 1)}"
         return Readiness(

@@ -32,8 +32,8 @@ from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 MAX_HISTORY = 5
 """Revisions kept in the history, beside those that a rollback names and those that run."""
 MESSAGE_LIMIT = 1024
-_OF_ALL_REVISIONS = {"replicas", "max_replicas", "target_requests_in_flight", "traffic"}
-"""Fields of spec.endpoint that set the number of servers and their rollout; the others define a revision."""
+_OF_ALL_REVISIONS = {"replicas", "max_replicas", "target_requests_in_flight", "traffic", "name", "takes_over"}
+"""Fields of spec.endpoint that set the number of servers, their URL and rollout; the others define a revision."""
 _REQUEST = re.compile(r"([1-9][0-9]{0,4}):([1-9][0-9]{0,4})")
 
 
@@ -232,8 +232,8 @@ def _without_canary(
     )
     status = history.status(number, number, revisions, None)
     entry = next(one for one in revisions if one.number == failed)
-    told = _held_message(history.state, entry)[:MESSAGE_LIMIT]
-    status = status.model_copy(update={"rolled_back_from": failed, "rollback": told})
+    message = _held_message(history.state, entry)[:MESSAGE_LIMIT]
+    status = status.model_copy(update={"rolled_back_from": failed, "rollback": message})
     return Rollout(history.before, status, number, view, serving, number, (), canary, failed)
 
 
@@ -315,6 +315,7 @@ class _History:
         """Return the endpoint's status after this reconcile."""
         return self.before.model_copy(
             update={
+                "taken_over_by": None,
                 "revision": serving_revision,
                 "target": target,
                 "rolled_back_from": self.desired.held_back,
@@ -358,8 +359,10 @@ class _History:
         """
         if canary is not None:
             passed = canary.passed_time is not None
-            told = {"canary_result": "Passed" if passed else "Running", "canary_time": canary.start_time}
-            return one.model_copy(update={**told, "canary_message": figures(canary, serving_revision)[:MESSAGE_LIMIT]})
+            changes = {"canary_result": "Passed" if passed else "Running", "canary_time": canary.start_time}
+            return one.model_copy(
+                update={**changes, "canary_message": figures(canary, serving_revision)[:MESSAGE_LIMIT]}
+            )
         return _aborted(one) if one.canary_result == "Running" else one
 
     def _wanted(
@@ -406,10 +409,17 @@ def _aborted(one: RevisionStatus) -> RevisionStatus:
 
 
 def stopped(status: EndpointStatus | None, state: ReconcileState) -> EndpointStatus | None:
-    """Return the history of an endpoint whose servers are deleted while the job is suspended."""
+    """Return the history of an endpoint whose servers are deleted: the job is suspended, or another one has taken its
+    endpoint over.
+    """
+    by = state.observed.taken_by
+    if by is not None:
+        status = (status or EndpointStatus()).model_copy(update={"taken_over_by": by, "taken_over_from": None})
     if status is None or all(one.state == "Ended" for one in status.revisions):
         return status
     why = {"reason": "Suspended", "message": "runPolicy.suspend is true.", "end_time": state.now}
+    if by is not None:
+        why |= {"reason": "TakenOver", "message": f"FineTuneJob {by} has taken the endpoint over."}
     running = (_aborted(one) if one.canary_result == "Running" else one for one in status.revisions)
     revisions = tuple(
         one if one.state == "Ended" else one.model_copy(update={"state": "Ended", **why}) for one in running
@@ -421,8 +431,8 @@ def with_rollout_events(state: ReconcileState, rolled: Rollout, desired: Desired
     """Return the state with the events of this reconcile."""
     if rolled.failed is not None:
         return state.with_event("CanaryFailed", rolled.status.rollback or "", warning=True)
-    told = desired.message is None or desired.message[:MESSAGE_LIMIT] == rolled.before.rollback
-    if desired.message is not None and not told and not desired.automatic:
+    reported = desired.message is None or desired.message[:MESSAGE_LIMIT] == rolled.before.rollback
+    if desired.message is not None and not reported and not desired.automatic:
         state = state.with_event(
             "RollbackIgnored" if desired.held_back is None else "RolledBack",
             desired.message,

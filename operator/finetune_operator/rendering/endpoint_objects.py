@@ -52,16 +52,13 @@ BUSY_PERCENT = 70
 REQUESTS_IN_FLIGHT = "finetune_serving_requests_in_flight"
 """Metric of servers that the autoscaler reads if spec.endpoint has targetRequestsInFlight."""
 OPTIONAL_KINDS = (("autoscaling/v2", "HorizontalPodAutoscaler"), ("policy/v1", "PodDisruptionBudget"))
-SHARED_KINDS = (*OPTIONAL_KINDS, ("networking.k8s.io/v1", "NetworkPolicy"), ("v1", "Service"))
+SERVICE_KIND = ("v1", "Service")
+SHARED_KINDS = (*OPTIONAL_KINDS, ("networking.k8s.io/v1", "NetworkPolicy"), SERVICE_KIND)
 """Kinds of objects that all revisions share."""
 RUNTIMES: Mapping[EndpointRuntime, tuple[str, str]] = {
     "deployment": ("apps/v1", "Deployment"),
     "kserve": (KSERVE_API, KSERVE_KIND),
 }
-REVISION_KINDS = (("v1", "ConfigMap"), RUNTIMES["deployment"])
-"""Kinds of each revision's own objects; an InferenceService may replace the Deployment."""
-KINDS = (*SHARED_KINDS, *REVISION_KINDS)
-"""All kinds of an endpoint without KServe, in order of deletion."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +83,9 @@ class EndpointObjects:
         return (*self.beside, *self.servers)
 
 
-def endpoint_url(job: str, namespace: str) -> str:
-    """Return the endpoint's URL for clients in the cluster."""
-    return f"http://{JobNames.of(job).endpoint}.{namespace}.svc"
+def endpoint_url(job: str, namespace: str, name: str | None = None) -> str:
+    """Return the endpoint's URL for clients in the cluster. `name`: name of the endpoint, if not the job's."""
+    return f"http://{JobNames.of(job).endpoint_service(name)}.{namespace}.svc"
 
 
 def revision_digest(plan: JobPlan, context: RenderContext) -> str:
@@ -174,7 +171,9 @@ def _shared_objects(pods: StagePods, servers: Servers) -> tuple[Manifest, ...]:
         clients = [*dumped(context.settings.network_policy.endpoint_clients), *_metric_readers(context)]
         objects.append(document("server_network", metadata=own, pods=selector, clients=clients, port=SERVE_PORT))
     one: JsonValue = dict(pods.identity)
-    objects.append(document("server_service", metadata=own, selector=one, port=SERVICE_PORT, target=SERVE_PORT))
+    name = None if context.spec.endpoint is None else context.spec.endpoint.name
+    about: Manifest = {**own, "name": pods.names.endpoint_service(name)}
+    objects.append(document("server_service", metadata=about, selector=one, port=SERVICE_PORT, target=SERVE_PORT))
     if servers.most > 1:
         objects.append(document("server_disruption", metadata=own, selector=selector))
     if servers.most > servers.replicas:

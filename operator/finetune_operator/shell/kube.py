@@ -173,14 +173,17 @@ class Kube(KubernetesClient):
         counted = f"{FINETUNE_JOB.plural}/status"
         return await self._json(Request("patch", path, counted, query, as_yaml(body), APPLY_PATCH))
 
-    async def apply(self, manifest: Manifest, namespace: str, uid: str | None) -> Manifest:
+    async def apply(self, manifest: Manifest, namespace: str, uid: str | None, version: str | None = None) -> Manifest:
         """Create an object or change it to `manifest`, and return it as it is stored. With `uid`, ConflictError for
-        another object of that name; without, ConflictError if somebody has created one meanwhile.
+        another object of that name, and with `version`, for one that was changed since; without `uid`, ConflictError if
+        somebody has created one meanwhile.
         """
         resource = resource_of(str(manifest["apiVersion"]), str(manifest["kind"]))
         metadata = manifest["metadata"]
         assert isinstance(metadata, dict), "a manifest without metadata was rendered"
-        body: Manifest = {**manifest, "metadata": {**metadata, **({} if uid is None else {"uid": uid})}}
+        read: Manifest = {} if uid is None else {"uid": uid}
+        read |= {} if version is None else {"resourceVersion": version}
+        body: Manifest = {**manifest, "metadata": {**metadata, **read}}
         query = {"fieldManager": self.manager, "force": "true" if uid is not None else "false"}
         path = resource.path(namespace, str(metadata["name"]))
         return await self._json(Request("patch", path, resource.plural, query, as_yaml(body), APPLY_PATCH))

@@ -109,6 +109,7 @@ class Pipeline:
         self._sent = model.dtype
         self._schedules: dict[tuple[int, int], Any] = {}
         self._stages: dict[int, _Stage] = {}
+        self._sharded = False
         keep_stages(model, self.layout, self.cuts, self.own)
 
     def build_stages(self, model: PreTrainedModel) -> None:
@@ -141,6 +142,7 @@ class Pipeline:
         """Yield the stages of this process, each with its weights as its own, so that FSDP can shard them."""
         from torch.distributed.fsdp import register_fsdp_forward_method
 
+        self._sharded = True
         for stage in self._stages.values():
             stage.own_weights()
             yield stage
@@ -166,6 +168,7 @@ class Pipeline:
         device = batches[0]["input_ids"].device
         losses: list[torch.Tensor] = []
         numbers = [{"micro": index} for index in range(len(batches))]
+        earlier = self._take_earlier_gradients(batches[0]["input_ids"])
         schedule = self._schedule(batches[0]["input_ids"])
         schedule.step(
             arg_mbs=[()] * len(batches),
@@ -174,6 +177,8 @@ class Pipeline:
             losses=losses,
             return_outputs=False,
         )
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         for stage in self._stages.values():
             stage.batches, stage.loss_of = (), None
             if stage.shell.received is not None:
@@ -181,6 +186,19 @@ class Pipeline:
         total = torch.stack(losses).sum().float() if losses else torch.zeros((), device=device)
         distributed.broadcast(total, src=self._last_rank, group=self._group)
         return total
+
+    def _take_earlier_gradients(self, ids: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Remove and return the gradients of earlier passes of the step, if the schedule for this shape is a new one:
+        it clears the gradients of sharded stages at its first use (torch 2.15, `_post_metadata_inference_cleanup`).
+        """
+        if not self._sharded or tuple(ids.shape) in self._schedules:
+            return []
+        taken = []
+        for parameter in (each for stage in self._stages.values() for each in stage.parameters()):
+            if parameter.grad is not None:
+                taken.append((parameter, parameter.grad))
+                parameter.grad = None
+        return taken
 
     def _schedule(self, ids: torch.Tensor) -> Any:
         """Return the schedule for micro-batches of this shape."""

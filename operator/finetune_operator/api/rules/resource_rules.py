@@ -284,6 +284,14 @@ RULES: tuple[Rule, ...] = (
         reads=("endpoint.traffic.canaryPercent", "endpoint.replicas"),
     ),
     Rule(
+        "takeover-names-the-endpoint",
+        "endpoint.takesOver",
+        "!has(self.endpoint) || !has(self.endpoint.takesOver) || has(self.endpoint.name)",
+        lambda spec: spec.endpoint is None or spec.endpoint.takes_over is None or spec.endpoint.name is not None,
+        "needs spec.endpoint.name, the name of that job's endpoint",
+        "set spec.endpoint.name, by default the name of that job, or leave it out",
+    ),
+    Rule(
         "no-canary-by-kserve",
         "endpoint.traffic",
         "!has(self.endpoint) || !has(self.endpoint.traffic) || self.endpoint.runtime != 'kserve'",

@@ -27,9 +27,7 @@ class ObjectMeta(BaseModel):
 class FineTuneJob(BaseModel):
     """One FineTuneJob as `kubectl` sees it."""
 
-    model_config = ConfigDict(
-        frozen=True, defer_build=True, extra="forbid", alias_generator=to_camel, validate_by_alias=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, validate_by_alias=True)
 
     api_version: Literal["finetune.dev/v1alpha1"]
     kind: Literal["FineTuneJob"]

@@ -163,7 +163,7 @@ class PlanStatus(StatusModel):
     memory_per_device: dict[str, int] = Field(
         default_factory=dict, description="Estimated device memory in bytes by component, and the total."
     )
-    estimated: EstimateStatus = Field(default=EstimateStatus.model_construct(), description="Expected time and cost.")
+    estimated: EstimateStatus = Field(default=EstimateStatus(), description="Expected time and cost.")
     data_parallel: int | None = Field(
         default=None,
         ge=1,
@@ -446,6 +446,13 @@ class EndpointStatus(StatusModel):
     """Revisions of the endpoint."""
 
     revision: int | None = Field(default=None, ge=1, description="Number of the revision that the URL leads to.")
+    name: str | None = Field(default=None, description="Name in the URL. Unset if it is the name of the job.")
+    taken_over_from: str | None = Field(
+        default=None, description="Job that the endpoint was taken over from. Unset if it was not, or not yet."
+    )
+    taken_over_by: str | None = Field(
+        default=None, description="Job that has taken the endpoint over. Unset if the URL leads to this job."
+    )
     target: int | None = Field(
         default=None, ge=1, description="Number of the desired revision, which takes over once it is ready."
     )

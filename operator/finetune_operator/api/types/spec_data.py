@@ -53,7 +53,7 @@ class ModelSpec(SpecModel):
         "allows the repository. Defaults to false.",
     )
     adapter: AdapterSpec = Field(
-        default=AdapterSpec.model_construct(), description="Adapter training. If unset, all weights are trained."
+        default=AdapterSpec(), description="Adapter training. If unset, all weights are trained."
     )
 
 
@@ -158,11 +158,10 @@ class DatasetSpec(SpecModel):
         "configuration.",
     )
     splits: SplitsSpec = Field(
-        default=SplitsSpec.model_construct(), description="Names of the splits. Defaults to train, validation and test."
+        default=SplitsSpec(), description="Names of the splits. Defaults to train, validation and test."
     )
     columns: ColumnsSpec = Field(
-        default=ColumnsSpec.model_construct(),
-        description="Names of the columns. Defaults to the column names of the task.",
+        default=ColumnsSpec(), description="Names of the columns. Defaults to the column names of the task."
     )
     labels: Annotated[dict[str, Text], Field(max_length=1024)] = Field(
         default={},

@@ -74,7 +74,7 @@ class ParallelismSpec(SpecModel):
         "over the replicas. Needs strategy fsdp. Defaults to full.",
     )
     offload: OffloadSpec = Field(
-        default=OffloadSpec.model_construct(),
+        default=OffloadSpec(),
         description="State outside of device memory. Offload of optimizer state and parameters needs strategy "
         "deepspeed or fsdp. If unset, nothing is offloaded unless strategy auto needs it.",
     )
@@ -85,7 +85,7 @@ class ParallelismSpec(SpecModel):
         " to 1: no tensor parallelism, unless strategy auto needs it.",
     )
     pipeline: PipelineSpec = Field(
-        default=PipelineSpec.model_construct(), description="Pipeline parallelism. If unset, there is no pipeline."
+        default=PipelineSpec(), description="Pipeline parallelism. If unset, there is no pipeline."
     )
     sequence: Annotated[int, Field(ge=1, le=4096)] = Field(
         default=1,

@@ -73,7 +73,7 @@ class ResourcesSpec(SpecModel):
         default="auto", description="Size of /dev/shm, e.g. 8Gi. Defaults to auto: the plan decides."
     )
     accelerator: AcceleratorSpec = Field(
-        default=AcceleratorSpec.model_construct(), description="GPU that the job requests. If unset, any GPU is used."
+        default=AcceleratorSpec(), description="GPU that the job requests. If unset, any GPU is used."
     )
     network: Literal["auto", "tcp", "rdma", "efa"] = Field(
         default="auto",

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from finetune_contract.choices import RungName
-from finetune_operator.api.types.field_types import Auto, Count, Quantity, SpecModel, Text, Uri
+from finetune_operator.api.types.field_types import (
+    ENDPOINT_NAME_PATTERN,
+    Auto,
+    Count,
+    ObjectName,
+    Quantity,
+    SpecModel,
+    Text,
+    Uri,
+)
 from finetune_operator.api.types.spec_data import DatasetSpec
 from finetune_operator.api.types.spec_resources import SecretKeySpec
 
@@ -172,6 +181,16 @@ class TrafficSpec(SpecModel):
 class EndpointSpec(SpecModel):
     """A server for the model, which starts once every stage before it has succeeded."""
 
+    name: Annotated[str, StringConstraints(pattern=ENDPOINT_NAME_PATTERN, max_length=54)] | None = Field(
+        default=None,
+        description="Name in the endpoint's URL, http://NAME-endpoint.NAMESPACE.svc. Defaults to the name of the job.",
+    )
+    takes_over: ObjectName | None = Field(
+        default=None,
+        description="Name of the job in the same namespace that has the endpoint of this name. Once all servers of "
+        "this job answer, its URL leads to them, and that job's servers end. If unset, a name that another job has is "
+        "refused.",
+    )
     runtime: Literal["auto", "deployment", "kserve"] = Field(
         default="auto",
         description="Runtime of the servers: a Deployment, or an InferenceService of KServe. Defaults to auto: KServe "
@@ -186,9 +205,7 @@ class EndpointSpec(SpecModel):
         description="Average number of requests in flight per server, above which servers are added. Needs maxReplicas,"
         " and a cluster that serves the custom metrics API. If unset, servers are added above 70 % of the CPU request.",
     )
-    resources: EndpointResourcesSpec = Field(
-        default=EndpointResourcesSpec.model_construct(), description="Resources of each server."
-    )
+    resources: EndpointResourcesSpec = Field(default=EndpointResourcesSpec(), description="Resources of each server.")
     max_latency_milliseconds: Annotated[int, Field(ge=1, le=600_000)] = Field(
         default=100,
         description="Target latency of a request in milliseconds, for which batches are composed. Defaults to 100.",
