@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import nn
-
-if TYPE_CHECKING:
-    pass
 
 
 def outputs_by_inputs(layer: nn.Module) -> torch.Tensor:

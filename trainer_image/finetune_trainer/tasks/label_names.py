@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.failures import first_of
 from finetune_trainer.tasks.row_checks import class_names, row_error
-
-if TYPE_CHECKING:
-    pass
-
 
 PATH = "dataset.columns.label"
 _WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,8}")
