@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from examples import EXAMPLES, FOLDER, LOCAL, example_job
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.trainer_job import Training
-from finetune_operator.api.quantities import human_bytes, human_seconds
+from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
 from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.plan import plan

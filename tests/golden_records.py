@@ -20,9 +20,14 @@ from typing import Any
 from differences import difference, patched, read, same, written
 from finetune_operator.cli.yaml_text import documents as yaml_text
 from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, files, fingerprint
-from finetune_operator.rendering.endpoint_objects import KINDS as ENDPOINT_KINDS
+from finetune_operator.rendering.endpoint_objects import RUNTIMES, SHARED_KINDS
 from finetune_operator.rendering.render_types import STAGE_LABEL, Manifest
 from golden_cases import golden_manifests, golden_plan
+
+REVISION_KINDS = (("v1", "ConfigMap"), RUNTIMES["deployment"])
+"""Kinds of each revision's own objects."""
+ENDPOINT_KINDS = (*SHARED_KINDS, *REVISION_KINDS)
+"""All kinds of an endpoint without KServe."""
 
 Document = dict[str, Any]
 Documents = dict[str, Document]

@@ -23,7 +23,8 @@ from finetune_trainer.inference.evaluate import evaluate
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.models import load_tokenizer
 from finetune_trainer.progress import NoProgress
-from finetune_trainer.tasks.question_answering import LONGEST_ANSWER, NO_ANSWER, QuestionAnswering, measured
+from finetune_trainer.tasks.answer_spans import LONGEST_ANSWER, measured
+from finetune_trainer.tasks.question_answering import NO_ANSWER, QuestionAnswering
 from trainer_support.tasks import (
     DATA,
     INFERENCE,

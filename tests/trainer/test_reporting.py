@@ -172,9 +172,9 @@ def test_the_report_holds_every_part_that_the_stages_left(paths):
         "0.9100",
         "0.5200",
         "85.25",
-        "3.00 GiB",
+        "3.0 GiB",
         "4 x parameters",
-        "of 8.00 GiB",
+        "of 8.0 GiB",
         "no data measured",
         "one rank is enough",
         "finetune run 'a b.yaml'",
@@ -212,7 +212,7 @@ def test_report_shows_the_share_of_each_part_and_unmeasured_parts(paths):
         "is not measured separately",
         "Padding share12.5%",
     ]
-    expected += ["Peak memory of each process", "1.00 GiB"]
+    expected += ["Peak memory of each process", "1.0 GiB"]
     assert [each for each in expected if each not in text] == []
     bar = [
         float((attributes["width"] or "").rstrip("%"))
@@ -229,7 +229,7 @@ def test_report_compares_the_plan_with_the_measurements(paths):
     check = check_plan(planned, measured).model_dump(mode="json", exclude_none=True)
     merge_metrics(paths, {"train": {**METRICS["train"], "measured": measured.model_dump(), "plan_check": check}})
     text = " ".join(the_report(paths).text.split())
-    expected = "memory of the fullest device2.00 GiB2.50 GiB1.25 of it process1.50 time of a step500 ms250 ms0.50"
+    expected = "memory of the fullest device2.0 GiB2.5 GiB1.25 of it process1.50 time of a step500 ms250 ms0.50"
     found = text[text.index("Plan and measurement") :].replace("of it", " of it").replace("time of a", " time of a")
     assert expected in " ".join(found.split())
     assert "plan check" not in text.lower()
@@ -243,18 +243,18 @@ def test_report_draws_each_term_from_the_end_of_the_one_before(paths):
     section = {name: each.model_dump(mode="json") for name, each in (("planned", planned), ("measured", measured))}
     merge_metrics(paths, {"train": {**METRICS["train"], **section}})
     picture = {
-        "parameters: 10.00 GiB planned, 12.00 GiB measured": [("0.0%", "12.5%"), ("0.0%", "15.0%")],
-        "activations: 20.00 GiB planned": [("12.5%", "25.0%")],
-        "process: 10.00 GiB planned": [("37.5%", "12.5%")],
-        "tensors: 30.00 GiB planned, 24.00 GiB measured": [("0.0%", "37.5%"), ("0.0%", "30.0%")],
-        "total: 40.00 GiB planned, 30.00 GiB measured": [("0.0%", "50.0%"), ("0.0%", "37.5%")],
+        "parameters: 10.0 GiB planned, 12.0 GiB measured": [("0.0%", "12.5%"), ("0.0%", "15.0%")],
+        "activations: 20.0 GiB planned": [("12.5%", "25.0%")],
+        "process: 10.0 GiB planned": [("37.5%", "12.5%")],
+        "tensors: 30.0 GiB planned, 24.0 GiB measured": [("0.0%", "37.5%"), ("0.0%", "30.0%")],
+        "total: 40.0 GiB planned, 30.0 GiB measured": [("0.0%", "50.0%"), ("0.0%", "37.5%")],
     }
     # The device has twice the plan's memory.
     page = the_report(paths, {"memory": {"terms": [], "totalBytes": 40 << 30, "capacityBytes": 80 << 30}})
     assert bars_of(page) == picture
-    assert "The whole width is 80.00 GiB, the memory of the device." in page.text
+    assert "The whole width is 80.0 GiB, the memory of the device." in page.text
     # In a cluster there is no plan.json.
-    assert bars_of(the_report(paths))["total: 40.00 GiB planned, 30.00 GiB measured"] == [
+    assert bars_of(the_report(paths))["total: 40.0 GiB planned, 30.0 GiB measured"] == [
         ("0.0%", "100.0%"),
         ("0.0%", "75.0%"),
     ]

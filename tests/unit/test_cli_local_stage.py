@@ -69,10 +69,10 @@ def test_workers_are_ranks_of_torchrun_and_fewer_are_noted(capsys: pytest.Captur
     facts = Facts(hardware=HardwareFacts(cpu_cores=4, memory_bytes=64 << 30), local=True)
     for workers, starter, noted in ((1, "process", ""), (3, "torchrun", ""), (6, "torchrun", "4 of 6 processes")):
         predicts = {"workers": workers, "dataset": {"uri": "hf://org/texts"}}
-        asked = job({"training": None, "dataset": None, "predict": predicts, "resources": {"gpusPerNode": 0}})
-        planned = plan(asked, facts, LOCAL_SETTINGS)
+        requested = job({"training": None, "dataset": None, "predict": predicts, "resources": {"gpusPerNode": 0}})
+        planned = plan(requested, facts, LOCAL_SETTINGS)
         assert starter in stage_command(Stage.PREDICT, JobPaths.of(tmp_path, "job"), planned)
-        note_fewer_processes(asked, planned)
+        note_fewer_processes(requested, planned)
         text = capsys.readouterr().err
         assert noted in text
         assert bool(noted) == bool(text)

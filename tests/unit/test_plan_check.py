@@ -98,7 +98,7 @@ def test_estimate_is_off_beyond_15_percent(seconds: float, off: bool):
 def test_sentence_has_the_planned_and_the_measured_value():
     check = check_plan(ON_GPU, measured(memoryBytes=int(24.8 * GIB), stepSeconds=0.5))
     assert check.off() == (
-        "Plan's memory was 24 % too low: 20.00 GiB planned, 24.80 GiB measured per device.",
+        "Plan's memory was 24 % too low: 20.0 GiB planned, 24.8 GiB measured per device.",
         "Plan's time of a step was 75 % too high: 2 s planned, 500 ms measured.",
     )
 
@@ -273,6 +273,6 @@ def test_result_of_a_run_shows_the_comparison():
     data = {"metrics": {"train": train}, "worldSize": 1, "strategy": "single", "stages": [], "artifacts": {}}
     rows = dict(result_rows(data))
     assert rows["plan check"] == (
-        "Plan's memory was 25 % too low: 20.00 GiB planned, 25.00 GiB measured per device. "
+        "Plan's memory was 25 % too low: 20.0 GiB planned, 25.0 GiB measured per device. "
         "Plan's time of a step was right to 1 %: 2 s planned, 2 s measured."
     )

@@ -7,7 +7,8 @@ import re
 import pytest
 
 from finetune_contract.choices import Task
-from finetune_operator.api.settings import CLUSTER_SETTINGS, HardwareRow, Settings
+from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
+from finetune_operator.api.settings_nodes import HardwareRow
 from finetune_operator.api.validation import validate_job
 from finetune_operator.planning.assumed_facts import HardwareError, assumed_model, parse_hardware
 from finetune_operator.planning.cost import forward_flops, training_flops

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.facts import DeviceFacts, HardwareFacts
 from finetune_contract.trainer_job import TrainerJob
-from finetune_operator.api.quantities import human_bytes, human_count, human_seconds, parse_quantity
+from finetune_operator.api.quantities import human_count, human_seconds, parse_quantity
 from finetune_operator.planning.architectures import ARCHITECTURES, UnknownArchitectureError, model_facts
 from finetune_operator.planning.assumed_facts import HardwareError, assumed_device, assumed_model, parse_hardware
 from finetune_operator.planning.devices import GPU_MODELS, find_gpu

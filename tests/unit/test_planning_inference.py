@@ -403,8 +403,8 @@ def test_workers_are_processes_on_a_machine_without_a_cluster(
 
 
 def test_workers_on_a_machine_with_gpus_are_at_most_one_for_each() -> None:
-    for asked, there in {4: 4, 12: 8}.items():
-        predict = shared(asked, local=True).trainer.predict
+    for requested, there in {4: 4, 12: 8}.items():
+        predict = shared(requested, local=True).trainer.predict
         assert predict is not None
         assert (predict.workers, predict.processes) == (1, there)
 

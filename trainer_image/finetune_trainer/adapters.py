@@ -99,14 +99,6 @@ def block_linears(model: nn.Module) -> tuple[BlockLinear, ...]:
     return tuple(found)
 
 
-def outputs_by_inputs(layer: nn.Module) -> torch.Tensor:
-    """Return the weight of a linear layer (or GPT-2's Conv1D), one row for each output."""
-    from transformers.pytorch_utils import Conv1D
-
-    weight = cast(torch.Tensor, layer.weight).detach()
-    return weight.T if isinstance(layer, Conv1D) else weight
-
-
 def adapted_layers(model: nn.Module, adapter: Adapter, model_uri: str) -> tuple[str, ...]:
     """Return the names of the layers that `adapter` adapts, in the model's order.
 

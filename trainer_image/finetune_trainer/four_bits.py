@@ -20,8 +20,8 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune_contract.choices import Precision
 from finetune_contract.layout import FailureClass
-from finetune_trainer.adapters import outputs_by_inputs
 from finetune_trainer.failures import StageError
+from finetune_trainer.layer_weights import outputs_by_inputs
 
 _STORED_AS = torch.float32
 """Storage type of packed weights, eight to a number. Models ask a layer's weight for its type and convert inputs to it,

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.plan_check import MeasuredTraining, PlannedTraining, memory_groups
-from finetune_trainer.report_parts import human_bytes
 
 _MOST_FREE = 4
 """Ratio of the device's memory to the plan's from which bars are drawn against the plan: others would be too short."""

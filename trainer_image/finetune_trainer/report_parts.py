@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.charts import Bars, bars
 from finetune_contract.choices import Stage, Task
 from finetune_contract.facts import DataFacts, SplitFacts
@@ -266,8 +267,3 @@ def _duration(seconds: float) -> str:
     whole = round(seconds)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
-
-
-def human_bytes(value: float) -> str:
-    """Format in GiB, below one in MiB."""
-    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"

@@ -19,6 +19,7 @@ import jinja2
 import yaml
 
 from finetune_contract import charts
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.charts import Share, shares, training_charts
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass, JobPaths
@@ -28,7 +29,6 @@ from finetune_trainer import report_parts as parts
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import write_atomically
 from finetune_trainer.memory_bars import memory_picture
-from finetune_trainer.report_parts import human_bytes
 from finetune_trainer.training.history import History
 from finetune_trainer.uris import public_uri
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
 
@@ -37,8 +38,8 @@ def storage_errors_named(folder: Path, content: str, needed: int = 0, *, shared:
             raise
         # Data written by now are deleted with the folder, or overwritten by the next attempt.
         left = disk.free + (0 if shared else _size_of(folder))
-        much = f"{_bytes(needed)}, and" if needed > left else "more than the"
-        of = f"{_bytes(left)} of {_bytes(disk.total)} {'were' if needed > left else 'that were'} left for it"
+        much = f"{human_bytes(needed)}, and" if needed > left else "more than the"
+        of = f"{human_bytes(left)} of {human_bytes(disk.total)} {'were' if needed > left else 'that were'} left for it"
         raise StageError(
             FailureClass.STORAGE_FULL,
             "NoSpaceLeft",
@@ -58,10 +59,3 @@ def _is_full(error: Exception, free: int) -> bool:
 
 def _size_of(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
-
-
-def _bytes(count: int) -> str:
-    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if count >= 1 << shift:
-            return f"{count / (1 << shift):.1f} {unit}"
-    return f"{count} bytes"

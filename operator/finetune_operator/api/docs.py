@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 
-from pydantic import JsonValue
-
 from finetune_contract.arguments import FREE, OWNED_BY_PLAN, known_arguments
 from finetune_operator.api.copied import ARGUMENTS, COPIED, SAME, Copied
 from finetune_operator.api.foreign_names import NAMES, VALUES, ForeignName, ForeignValue
+from finetune_operator.api.meant_values import scalar_text
 from finetune_operator.api.rules import RULES
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.shapes import Fields, Items, Shape, sentence, shape_of, spec_shape, status_shape
@@ -145,13 +144,13 @@ def _training_arguments() -> Iterator[str]:
 def _name_row(row: ForeignName) -> str:
     place = f", in {' or '.join(name for name in row.under if name)}" if any(row.under) else ""
     written = "" if row.field is None else f"`{row.field}`"
-    written += "" if row.value is None else f": `{_plain(row.value)}`"
+    written += "" if row.value is None else f": `{scalar_text(row.value)}`"
     return f"| {_codes(row.names)}{place} | {row.tools} | {written} | {_cell(row.hint)} |"
 
 
 def _value_row(row: ForeignValue) -> str:
-    written = ", ".join(f"`{field}: {_plain(value)}`" for field, value in row.instead.items())
-    names = _codes(_plain(name) for name in row.names)
+    written = ", ".join(f"`{field}: {scalar_text(value)}`" for field, value in row.instead.items())
+    names = _codes(scalar_text(name) for name in row.names)
     return f"| `{row.field}` | {names} | {row.tools} | {written} | {_cell(row.hint)} |"
 
 
@@ -164,11 +163,6 @@ def _copied_row(row: Copied) -> str:
 
 def _codes(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
-
-
-def _plain(value: JsonValue) -> str:
-    """Return a value as YAML writes it."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _sections(path: str, shape: Shape) -> Iterator[str]:

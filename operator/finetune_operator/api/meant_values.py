@@ -174,7 +174,7 @@ def in_other_form(shape: Shape, path: str, value: JsonValue) -> str | None:
             if all(name in fields for name, _ in given):
                 return f"write {{{', '.join(f'{name}: {each}' for name, each in given)}}}: a colon after each name"
         case "env", Items(), dict() if value and not any(isinstance(each, dict | list) for each in value.values()):
-            pairs = [{"name": name, "value": _as_text(each)} for name, each in value.items()]
+            pairs = [{"name": name, "value": scalar_text(each)} for name, each in value.items()]
             return None if any(map(is_secret_name, value)) else f"write {json.dumps(pairs, ensure_ascii=False)}"
         case "targetModules", Items(), str() if re.fullmatch(r"[\w.]+(?: [\w.]+)+", value):
             return f"write {json.dumps(value.split())}"
@@ -281,8 +281,8 @@ def named_settings(hint: str) -> Mapping[str, JsonValue]:
     return values
 
 
-def _as_text(value: JsonValue) -> str:
-    """Return a scalar as the text of an environment variable."""
+def scalar_text(value: JsonValue) -> str:
+    """Return a scalar as the text of an environment variable, or as YAML writes it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

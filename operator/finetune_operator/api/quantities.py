@@ -16,7 +16,6 @@ _UNITS: dict[str | None, Decimal] = {
     **{unit: Decimal(1000) ** (power + 1) for power, unit in enumerate("kMGTPE")},
     **{f"{unit}i": Decimal(1024) ** (power + 1) for power, unit in enumerate("KMGTPE")},
 }
-_BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def parse_quantity(text: str) -> Decimal:
@@ -40,16 +39,6 @@ def size_hint(text: str, least: str, usual: str) -> str:
     units = ("Mi", "Gi") if found[2] or int(found[1]) >= 1024 else ("Gi",)
     candidates = (f"{found[1]}{unit}" for unit in units)
     return f"write {next((each for each in candidates if parse_quantity(each) >= parse_quantity(least)), usual)}"
-
-
-def human_bytes(count: float) -> str:
-    """Format bytes in the largest binary unit that leaves at least 1, with one decimal: `31.5 GiB`."""
-    size = float(count)
-    for unit in _BINARY_UNITS[:-1]:
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} {_BINARY_UNITS[-1]}"
 
 
 def human_seconds(seconds: float) -> str:

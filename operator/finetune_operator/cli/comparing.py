@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.charts import STYLE, Chart, training_charts
 from finetune_contract.choices import Stage
 from finetune_contract.metrics import LOWER_IS_BETTER, METRICS, metrics_of
-from finetune_operator.api.quantities import human_bytes
 from finetune_operator.cli.console import print_trimmed
 from finetune_operator.cli.display import duration
 from finetune_operator.cli.runfolders import NO_SETTINGS, Run

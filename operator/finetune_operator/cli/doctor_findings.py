@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
-from finetune_operator.api.quantities import human_bytes, parse_quantity
+from finetune_contract.byte_text import human_bytes
+from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJob, FineTuneJobSpec
 from finetune_operator.launchers.launcher_rows import BUILT_IN, TRAINING, LauncherName, launcher
@@ -52,7 +53,6 @@ POLICY_GROUPS = {
 """API groups of network plugins that enforce policies."""
 DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
 PODSECURITY = "pod-security.kubernetes.io/enforce"
-MOST_NODES = 8
 
 
 @dataclass(frozen=True)

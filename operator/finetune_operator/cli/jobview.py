@@ -14,10 +14,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import Stage
 from finetune_contract.measured_devices import MeasuredDevices
 from finetune_contract.report import Communication
-from finetune_operator.api.quantities import human_bytes, human_seconds
+from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.types import (
     Condition,
     CostStatus,

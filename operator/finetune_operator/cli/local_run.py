@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import Device, Stage
 from finetune_contract.layout import (
     DEFAULT_GRACE_SECONDS,
@@ -30,7 +31,6 @@ from finetune_contract.layout import (
     FailureClass,
     JobPaths,
 )
-from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FailureStatus, FineTuneJob
 from finetune_operator.cli import hub_reach

@@ -26,11 +26,11 @@ from pathlib import Path
 import psutil
 from pydantic import ValidationError
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.facts import HardwareFacts, ModelFacts, TrainerFacts
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import TrainerReport
 from finetune_contract.trainer_job import ModelSource, TrainerJob
-from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.cli import hub_reach
 from finetune_operator.cli.console import err, note

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune_operator.api.quantities import human_bytes
+from finetune_contract.byte_text import human_bytes
 from finetune_operator.planning.plan_types import MemoryEstimate
 
 PICTURE_WIDTH = 40

@@ -9,8 +9,9 @@ from typing import Any
 import typer
 from rich.table import Table
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.facts import HardwareFacts
-from finetune_operator.api.quantities import human_bytes, human_seconds
+from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.settings import Settings
 from finetune_operator.cli.commands.steps import hardware_of, refuse_plan
 from finetune_operator.cli.console import Output, UsageError, emit, out

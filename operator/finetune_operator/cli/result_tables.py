@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.plan_check import PlanCheck
-from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.types import FailureStatus
 from finetune_operator.cli.console import print_trimmed
 from finetune_operator.cli.display import duration

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from finetune_contract.byte_text import human_bytes
 from finetune_operator.api.problems import Problem
-from finetune_operator.api.quantities import human_bytes, human_seconds
+from finetune_operator.api.quantities import human_seconds
 from finetune_operator.cli.console import described, problem_data
 from finetune_operator.cli.costs import money
 from finetune_operator.cli.job_files import JobEntry

@@ -130,10 +130,6 @@ def inputs_of(job: FineTuneJob, stage: Stage) -> Inputs:
     return flat
 
 
-def _plain(part: object) -> object:
-    return part.model_dump(mode="json", by_alias=True, exclude_none=True) if isinstance(part, BaseModel) else part
-
-
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, inner in value.items():
         if isinstance(inner, Mapping) and inner:

@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.facts import LinearWidths, ModelFacts
 from finetune_contract.trainer_job import Adapter
-from finetune_operator.api.quantities import human_bytes, human_count
+from finetune_operator.api.quantities import human_count
 from finetune_operator.planning.draft import Draft
 
 PACKED_BYTES = 4 / 8

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import CheckpointingMode
 from finetune_contract.contract_models import Message
 from finetune_contract.trainer_job import Strategy
-from finetune_operator.api.quantities import human_bytes
 from finetune_operator.planning.asynchronous_saving import choose_saving
 from finetune_operator.planning.batch import batch_of, micro_batches
 from finetune_operator.planning.choice import SIMPLER_MARGIN, open_drafts

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from finetune_contract.facts import BF16_FROM, FP8_FROM, DeviceFacts
 from finetune_operator.api.quantities import parse_quantity
-from finetune_operator.api.settings import HardwareRow
+from finetune_operator.api.settings_nodes import HardwareRow
 from finetune_operator.planning.gpu_table import (
     GPU_MODELS,
     KARPENTER_LABEL,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.facts import DeviceFacts, HardwareFacts
 from finetune_operator.api.copied import settle
 from finetune_operator.api.notices import notices
-from finetune_operator.api.quantities import human_bytes, parse_quantity
+from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJob, FineTuneJobSpec
 from finetune_operator.planning.assumed_facts import (

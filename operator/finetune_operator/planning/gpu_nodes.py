@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from pydantic import JsonValue
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.facts import DeviceFacts
-from finetune_operator.api.quantities import human_bytes, parse_quantity
+from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.settings import Defaults, Settings
 from finetune_operator.api.types import FineTuneJobSpec
 from finetune_operator.planning.assumed_facts import LEAST_GPU_MEMORY, UNKNOWN_GPU

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import (
     GPU_RUNGS,
     LANGUAGE_TASKS,
@@ -23,7 +24,7 @@ from finetune_contract.choices import (
 )
 from finetune_contract.plans import REQUESTED_LOGITS
 from finetune_operator.api.problems import any_of
-from finetune_operator.api.quantities import human_bytes, human_seconds
+from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.types import PredictSpec
 from finetune_operator.planning.assumed_facts import is_well_known
 from finetune_operator.planning.cost import (

@@ -30,6 +30,7 @@ from finetune_contract.plans import (
     loss_tokens,
 )
 from finetune_contract.trainer_job import Adapter, Strategy, World
+from finetune_operator.planning.activation_shapes import RELATIVE_POSITIONS, ActivationShape, activation_shape
 from finetune_operator.planning.adapter_sizes import (
     FOUR_BIT_BYTES,
     PACKED_BYTES,
@@ -40,7 +41,6 @@ from finetune_operator.planning.adapter_sizes import (
     narrow_weights,
     trained_parameters,
 )
-from finetune_operator.planning.architectures import RELATIVE_POSITIONS, ActivationShape, activation_shape
 from finetune_operator.planning.model_parallel_plan import (
     PipelineEnd,
     in_flight,

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import Transport
-from finetune_operator.api.quantities import human_bytes, parse_quantity
+from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.network_devices import (
     EFA,

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from finetune_operator.api.quantities import parse_quantity
-from finetune_operator.api.settings import NetworkDeviceRow, Settings
+from finetune_operator.api.settings import Settings
+from finetune_operator.api.settings_nodes import NetworkDeviceRow
 from finetune_operator.planning.plan_types import NodeDevice, NodesNetwork
 
 DeviceTransport: TypeAlias = Literal["rdma", "efa"]

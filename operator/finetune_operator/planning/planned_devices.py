@@ -8,9 +8,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.facts import DeviceFacts
 from finetune_contract.measured_devices import Choice, PlannedDevice
-from finetune_operator.api.quantities import human_bytes
 from finetune_operator.planning.assumed_facts import LEAST_GPU_MEMORY
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.gpu_table import GPU_MODELS, MIB

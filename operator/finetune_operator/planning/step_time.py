@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from finetune_contract.choices import OptimizerName, Precision
 from finetune_contract.facts import ModelFacts
 from finetune_contract.trainer_job import Strategy
+from finetune_operator.planning.activation_shapes import activation_shape
 from finetune_operator.planning.adapter_sizes import FOUR_BIT_BYTES, PACKED_BYTES
-from finetune_operator.planning.architectures import activation_shape
 from finetune_operator.planning.model_parallel_plan import bubble
 
 MATMUL_SHARE = 0.47

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import Stage
 from finetune_contract.trainer_job import Strategy
-from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.rules.processes import requested_strategy
 from finetune_operator.planning.batch import batch_arithmetic, batch_of, explain_batch, micro_batches
 from finetune_operator.planning.choice import SIMPLER_MARGIN, best_fit, choose_fit

@@ -7,8 +7,9 @@ from dataclasses import replace
 from itertools import chain
 
 from finetune_contract.arguments import COMPILATION
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import AdapterMethod
-from finetune_operator.api.quantities import human_bytes, human_count
+from finetune_operator.api.quantities import human_count
 from finetune_operator.api.rules.processes import requested_strategy
 from finetune_operator.api.types import OffloadSpec, ParallelismSpec
 from finetune_operator.planning.adapter_sizes import choose_adapter

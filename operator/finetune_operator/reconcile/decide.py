@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import Stage
-from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import Condition, ConditionType, FineTuneJobStatus, StageStatus
 from finetune_operator.launchers.launcher_registry import stage
@@ -28,7 +28,7 @@ from finetune_operator.reconcile.endpoint_phase import (
     without_servers,
 )
 from finetune_operator.reconcile.endpoint_takeover import without_endpoint
-from finetune_operator.reconcile.next_attempt import following_attempt, proceed, ref_of
+from finetune_operator.reconcile.next_attempt import following_attempt, proceed
 from finetune_operator.reconcile.planned import (
     context,
     plan_now,
@@ -237,7 +237,7 @@ def _created_before(state: ReconcileState, current: StageStatus, ref: ObjectRef)
         manifests = stage(plan_now(state), context(state), following_attempt(state, current))
     except PlanRefused:
         return ()
-    refs = [ref_of(manifest) for manifest in manifests]
+    refs = [ObjectRef.of(manifest) for manifest in manifests]
     names = [(one.kind, one.name) for one in refs]
     return tuple(refs[: names.index((ref.kind, ref.name))]) if (ref.kind, ref.name) in names else ()
 

@@ -36,7 +36,7 @@ from finetune_operator.reconcile.spot import (
 )
 from finetune_operator.reconcile.status import condition
 from finetune_operator.rendering.manifests import shared
-from finetune_operator.rendering.render_types import Attempt, Manifest
+from finetune_operator.rendering.render_types import Attempt
 
 
 def proceed(state: ReconcileState) -> ReconcileState:
@@ -130,12 +130,6 @@ def following_attempt(state: ReconcileState, current: StageStatus) -> Attempt:
     return Attempt(current.name, current.attempt + 1, current.avoided_nodes, next_capacity(state, current))
 
 
-def ref_of(manifest: Manifest) -> ObjectRef:
-    metadata = manifest["metadata"]
-    assert isinstance(metadata, dict), "a manifest without metadata was rendered"
-    return ObjectRef(str(manifest["apiVersion"]), str(manifest["kind"]), str(metadata["name"]))
-
-
 def _start_attempt(state: ReconcileState, current: StageStatus) -> ReconcileState:
     """Create the next attempt. The claim is created once: it holds the results, and a new one would hide their loss."""
     attempt = following_attempt(state, current)
@@ -151,7 +145,7 @@ def _start_attempt(state: ReconcileState, current: StageStatus) -> ReconcileStat
             "Create a new job with that change.",
         )
         return give_up(state, current, cause.to_failure_status(current.name, number))
-    child = ref_of(objects[-1])
+    child = ObjectRef.of(objects[-1])
     if (after := plan_status(job_plan)) != state.status.plan:
         # Settings, prices or the operator may have changed since it was planned.
         state = state.with_status(plan=after).with_event("Planned", f"Replanned: {plan_sentence(job_plan)}")

@@ -12,13 +12,13 @@ from typing import TypeVar
 
 from pydantic import BaseModel, JsonValue, ValidationError
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, DeviceFacts, ModelFacts
 from finetune_contract.measured_devices import PlannedDevice, plan_change, same_kind
 from finetune_contract.report import MeasuredFacts, TrainerReport
 from finetune_contract.trainer_job import CheckpointSchedule
 from finetune_operator.api.problems import Problem
-from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.status_times import seconds_since
 from finetune_operator.api.types import (
     AdaptationStatus,

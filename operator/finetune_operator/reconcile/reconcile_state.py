@@ -6,10 +6,9 @@ the time of the next reconcile. A phase reads neither clock nor network: everyth
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.problems import Problem
@@ -198,9 +197,6 @@ def with_own_report(pod: PodView, job: str) -> PodView:
     if ended is None or ended.report is None or (ended.report.job, ended.report.stage) == (job, pod.stage):
         return pod
     return replace(pod, ended=replace(ended, report=None))
-
-
-Phase: TypeAlias = Callable[[ReconcileState], ReconcileState]
 
 
 def reference(ref: ObjectRef) -> ChildReference:

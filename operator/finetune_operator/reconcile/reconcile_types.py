@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
+from typing import Literal, Self
 
 from finetune_contract.choices import Stage
 from finetune_contract.measured_devices import MeasuredDevices
@@ -32,6 +32,13 @@ class ObjectRef:
     name: str
     uid: str | None = None
     """If given, only this very object is meant, and not a later one of the same name."""
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Self:
+        """Return the reference to a rendered object, without a uid."""
+        metadata = manifest["metadata"]
+        assert isinstance(metadata, dict), "a manifest without metadata was rendered"
+        return cls(str(manifest["apiVersion"]), str(manifest["kind"]), str(metadata["name"]))
 
     @property
     def group_kind(self) -> GroupKind:

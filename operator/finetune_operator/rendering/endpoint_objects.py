@@ -59,10 +59,6 @@ RUNTIMES: Mapping[EndpointRuntime, tuple[str, str]] = {
     "deployment": ("apps/v1", "Deployment"),
     "kserve": (KSERVE_API, KSERVE_KIND),
 }
-REVISION_KINDS = (("v1", "ConfigMap"), RUNTIMES["deployment"])
-"""Kinds of each revision's own objects; an InferenceService may replace the Deployment."""
-KINDS = (*SHARED_KINDS, *REVISION_KINDS)
-"""All kinds of an endpoint without KServe, in order of deletion."""
 
 
 @dataclass(frozen=True)

@@ -14,38 +14,25 @@ import asyncio
 import logging
 import random
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from pydantic import JsonValue
 
-from finetune_contract.report import shortened
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobStatus
 from finetune_operator.kubernetes_api.errors import (
-    AlreadyExistsError,
     ApiError,
     ConflictError,
-    ForbiddenError,
-    InvalidError,
     NotFoundError,
-    WebhookError,
 )
 from finetune_operator.kubernetes_api.resources import (
     AUTOSCALER,
-    CLAIM,
-    DEPLOYMENT,
     FINETUNE_JOB,
-    INFERENCE_SERVICE,
-    JOB,
-    LAUNCHER_RESOURCES,
     POD,
-    REPLICA_SET,
-    SERVICE,
     resource_of,
 )
 from finetune_operator.planning.names import JobNames
@@ -59,9 +46,7 @@ from finetune_operator.reconcile.reconcile_state import has_started
 from finetune_operator.reconcile.reconcile_types import (
     NO_FINDINGS,
     AutoscalerView,
-    ChildView,
     Decision,
-    EndpointView,
     EventNote,
     JobView,
     ObjectRef,
@@ -69,15 +54,15 @@ from finetune_operator.reconcile.reconcile_types import (
     Refusal,
 )
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME
-from finetune_operator.rendering.render_types import JOB_LABEL, UID_LABEL, Manifest, ProgressEndpoint
+from finetune_operator.rendering.render_types import UID_LABEL, Manifest, ProgressEndpoint
 from finetune_operator.shell.discovery import Discovery
+from finetune_operator.shell.foreign_objects import ForeignObjects
+from finetune_operator.shell.job_objects import JobObjects
 from finetune_operator.shell.node_reading import NodeReading
-from finetune_operator.shell.owners import controller_of
 from finetune_operator.shell.queue import JobKey
-from finetune_operator.shell.rate_limit import Rate
 from finetune_operator.shell.server_reading import ServerMemory, ServerReading
 from finetune_operator.shell.state import OperatorState
-from finetune_operator.shell.store import Entry, JobId
+from finetune_operator.shell.store import JobId
 
 log = logging.getLogger(__name__)
 
@@ -95,20 +80,6 @@ YIELD_SECONDS = 2.0
 """Longest delay of a status or an event while there are jobs for which nothing was created yet."""
 CONFLICT_SECONDS = 0.2
 """Delay before the next reconcile after a conflict, so that two writers do not race at full speed."""
-CLAIM_SECONDS = 10.0
-"""Time that an object may claim a job that is not its own before an event reports it. The garbage collector needs a
-moment for the objects that an owner left behind.
-"""
-CLAIMS_BURST, CLAIMS_PER_SECOND = 10, 1 / 30
-"""Events about such objects, for each namespace."""
-MOST_CLAIMS = 10_000
-QUEUED = float("-inf")
-"""Value in place of the time: the event was queued."""
-CONFLICT_CODE = 409
-"""HTTP status of a create whose name is taken."""
-_STORED_KINDS = frozenset(
-    resource.group_kind for resource in (*LAUNCHER_RESOURCES.values(), DEPLOYMENT, INFERENCE_SERVICE)
-)
 
 
 @dataclass
@@ -145,15 +116,14 @@ class Reconciler:
         self._discovery = discovery
         self._nodes = nodes
         self._decide = decide
+        self._objects = JobObjects(state, discovery)
         self._memories: dict[JobKey, JobMemory] = {}
         self._status_writes: asyncio.Queue[tuple[JobKey, StatusWrite]] = asyncio.Queue()
         self._events: asyncio.Queue[tuple[Manifest, str, EventNote]] = asyncio.Queue()
         """Events to be created: the object that they are about, their salt, and the note."""
-        self._claims: OrderedDict[str, float] = OrderedDict()
-        """Time when an object that claims a job and is not its own was seen first, by uid."""
+        self._foreign = ForeignObjects(state, lambda *event: self._events.put_nowait(event))
         self._formers: dict[JobKey, str] = {}
         """Former job of each job that takes an endpoint over."""
-        self._claims_rate = Rate(burst=CLAIMS_BURST, per_second=CLAIMS_PER_SECOND)
 
     async def work(self) -> None:
         """Run one worker, until the queue is closed."""
@@ -228,11 +198,11 @@ class Reconciler:
         if job is None:
             self._requeue_former(key, None)
             self.forget(key)
-            self._report_claims(key)
+            self._foreign.report(key)
             return "gone"
         memory = self._memory(key, job.uid)
-        await self._resolve_owners(job.id)
-        self._report_claims(key)
+        await self._foreign.resolve_owners(job.id)
+        self._foreign.report(key)
         if job.job is not None and (job.status.plan is None or self._state.store.lacks_servers(key)):
             await self._discovery.refresh()
         if job.job is not None and job.job.spec.resources.gpus_per_node != 0 and not has_started(job.status):
@@ -250,9 +220,9 @@ class Reconciler:
         now = self._state.now()
         decision = self._decide(job, observed, now, self._state.settings, self._state.progress_endpoint)
         for ref in decision.delete:
-            await self._delete(key.namespace, ref)
+            await self._objects.delete(key.namespace, ref)
         for ref in decision.remove:
-            await self._remove(job, ref)
+            await self._objects.remove(job, ref)
         if not await self._create_and_apply(key, job, decision, memory):
             return "refused"
         status_write = partial(self._record, key, job, version, observed, decision, memory)
@@ -269,54 +239,13 @@ class Reconciler:
             self._requeue_former(key, former_job(job))
         self._queue_events(key, job, version, decision.events, memory)
         if decision.delete_job:
-            await self._delete(key.namespace, ObjectRef(FINETUNE_JOB.api_version, FINETUNE_JOB.kind, key.name, job.uid))
+            await self._objects.delete(
+                key.namespace, ObjectRef(FINETUNE_JOB.api_version, FINETUNE_JOB.kind, key.name, job.uid)
+            )
         if memory.refusals == observed.refusals:
             memory.refusals = ()
         self._wake_later(key, job, decision, memory)
         return outcome
-
-    async def _resolve_owners(self, job: JobId) -> None:
-        """Read the objects between the job's children and pods; each once."""
-        namespace, _ = job
-        for owner in self._state.store.unresolved(job):
-            try:
-                resource = REPLICA_SET if owner.kind == REPLICA_SET.group_kind else JOB
-                found = await self._state.kube.get(resource, namespace, owner.name)
-                if resource is REPLICA_SET:
-                    await self._read_deployment(namespace, found)
-            except NotFoundError:
-                found = None
-            self._state.store.resolve(job, owner, found)
-
-    async def _read_deployment(self, namespace: str, replica_set: Manifest) -> None:
-        """Read the Deployment of a ReplicaSet if it is not known: KServe creates it, so that its pods may arrive first.
-        NotFoundError.
-        """
-        metadata = replica_set.get("metadata")
-        owner = controller_of(metadata) if isinstance(metadata, dict) else None
-        if owner is None or owner.kind != DEPLOYMENT.group_kind:
-            return
-        if self._state.store.get(DEPLOYMENT.group_kind, namespace, owner.name) is None:
-            self._state.store.put(await self._state.kube.get(DEPLOYMENT, namespace, owner.name))
-
-    def _report_claims(self, key: JobKey) -> None:
-        """Queue events about objects that are labelled as a job's and are not: each on that object, not on the job."""
-        now = time.monotonic()
-        for entry in self._state.store.foreign(key):
-            first = self._claims.setdefault(entry.uid, now)
-            while len(self._claims) > MOST_CLAIMS:
-                self._claims.popitem(last=False)
-            if now < first + CLAIM_SECONDS:
-                self._state.queue.add_after(key, first + CLAIM_SECONDS - now)
-            elif first != QUEUED and self._claims_rate.take(key.namespace):
-                self._claims[entry.uid] = QUEUED
-                log.warning(
-                    "ignoring %s %s/%s: its labels name FineTuneJob %s, its owners do not",
-                    entry.kind.name,
-                    *entry.key[1:],
-                    key,
-                )
-                self._events.put_nowait((_involved(entry), entry.uid, _claim_note(key, entry)))
 
     def _observed(self, job: JobView, memory: JobMemory) -> Observed:
         running = next((stage for stage in job.status.stages if stage.state == "Running"), None)
@@ -407,7 +336,10 @@ class Reconciler:
 
     async def _create_and_apply(self, key: JobKey, job: JobView, decision: Decision, memory: JobMemory) -> bool:
         """Create and apply the objects of the decision; return False if one of them was refused."""
-        steps = [*((self._create, one) for one in decision.create), *((self._apply, one) for one in decision.apply)]
+        steps = [
+            *((self._objects.create, one) for one in decision.create),
+            *((self._objects.apply, one) for one in decision.apply),
+        ]
         for step, manifest in steps:
             refusal = await step(job, manifest)
             if refusal is None:
@@ -422,103 +354,6 @@ class Reconciler:
                 self._state.queue.add(key)
             return False
         return True
-
-    # ------------------------------------------------------------------------------------------------------- objects
-
-    async def _delete(self, namespace: str, ref: ObjectRef) -> None:
-        resource = resource_of(ref.api_version, ref.kind)
-        try:
-            remaining = await self._state.kube.delete(resource, namespace, ref.name, ref.uid)
-        except ConflictError:
-            # Another object has the name: the one that was meant is deleted.
-            remaining = None
-        if remaining is None:
-            self._state.store.mark_deleted(ref.group_kind, namespace, ref.name, ref.uid)
-        else:
-            await self._state.put(remaining)
-        log.info("%s: deleted %s %s", namespace, ref.kind, ref.name)
-
-    async def _create(self, job: JobView, manifest: Manifest) -> Refusal | None:
-        """Create the object, or adopt the existing one if it is this job's."""
-        ref = _ref(manifest)
-        try:
-            stored = await self._state.kube.create(manifest, job.namespace)
-        except AlreadyExistsError as error:
-            stored = await self._existing(job, ref)
-            if not _is_ours(stored, job):
-                conflict = f'{ref.kind} "{ref.name}" exists already and does not belong to this job'
-                return Refusal(ref, CONFLICT_CODE, conflict)
-            if stored.get("data") != manifest.get("data"):
-                # Left by a reconcile that ended early, before the spec was edited: nothing runs with it yet, or the
-                # child would exist.
-                await self._delete(job.namespace, replace(ref, uid=_uid(stored)))
-                raise ConflictError(
-                    f"{ref.kind} {ref.name}", 409, "Conflict", "it was created from an earlier spec"
-                ) from error
-        except (InvalidError, ForbiddenError, NotFoundError, WebhookError) as error:
-            # Not when the namespace is being deleted: the job is deleted with it, and its status needs nothing.
-            self._discovery.outdated()
-            return Refusal(ref, error.code, error.message)
-        else:
-            log.info("%s/%s: created %s %s", job.namespace, job.name, ref.kind, ref.name)
-        if ref.group_kind in _STORED_KINDS:
-            self._state.store.put(stored)
-        return None
-
-    async def _apply(self, job: JobView, manifest: Manifest) -> Refusal | None:
-        """Create the object, or change the existing one if it is this job's."""
-        ref = _ref(manifest)
-        found = await self._found(job, ref)
-        if found is not None and not _is_ours(found, job) and not _is_taken_over(found, job):
-            if _is_being_deleted(found) or _is_of_earlier_job(found, job):
-                raise ConflictError(
-                    f"{ref.kind} {ref.name}", 409, "Conflict", "an object of that name is being deleted"
-                )
-            return Refusal(
-                ref, CONFLICT_CODE, f'{ref.kind} "{ref.name}" exists already and does not belong to this job'
-            )
-        try:
-            uid = None if found is None else _uid(found)
-            # Two jobs may want one Service: none overwrites what it has not read.
-            version = _version(found) if found is not None and ref.kind == SERVICE.kind else None
-            stored = await self._state.kube.apply(manifest, job.namespace, uid, version)
-        except (InvalidError, ForbiddenError, NotFoundError, WebhookError) as error:
-            self._discovery.outdated()
-            return Refusal(ref, error.code, error.message)
-        log.info("%s/%s: applied %s %s", job.namespace, job.name, ref.kind, ref.name)
-        if ref.group_kind in _STORED_KINDS:
-            self._state.store.put(stored)
-        return None
-
-    async def _remove(self, job: JobView, ref: ObjectRef) -> None:
-        """Delete the object if it exists and is this job's."""
-        found = await self._found(job, ref)
-        if found is None:
-            self._state.store.mark_deleted(ref.group_kind, job.namespace, ref.name, ref.uid)
-        elif _is_ours(found, job) and not _is_being_deleted(found):
-            await self._delete(job.namespace, replace(ref, uid=_uid(found)))
-
-    async def _found(self, job: JobView, ref: ObjectRef) -> Manifest | None:
-        """Return the object that has the name now."""
-        try:
-            return await self._state.kube.get(resource_of(ref.api_version, ref.kind), job.namespace, ref.name)
-        except NotFoundError:
-            return None
-
-    async def _existing(self, job: JobView, ref: ObjectRef) -> Manifest:
-        """Return the object that has the name now. ConflictError while that is being deleted."""
-        name = f"{ref.kind} {ref.name}"
-        try:
-            found = await self._state.kube.get(resource_of(ref.api_version, ref.kind), job.namespace, ref.name)
-        except NotFoundError as error:
-            raise ConflictError(name, 409, "Conflict", "it existed a moment ago") from error
-        if _is_being_deleted(found):
-            raise ConflictError(name, 409, "Conflict", "an object of that name is still being deleted")
-        if _is_of_earlier_job(found, job):
-            raise ConflictError(
-                name, 409, "Conflict", "it belongs to a deleted job of this name and will be garbage-collected"
-            )
-        return found
 
     # -------------------------------------------------------------------------------------------------------- status
 
@@ -666,86 +501,6 @@ def status_body(status: FineTuneJobStatus) -> dict[str, JsonValue]:
 def only_progress_differs(new: FineTuneJobStatus, old: FineTuneJobStatus) -> bool:
     """Return whether nothing but the progress differs."""
     return new.progress != old.progress and new.model_copy(update={"progress": old.progress}) == old
-
-
-def _ref(manifest: Manifest) -> ObjectRef:
-    metadata = manifest["metadata"]
-    assert isinstance(metadata, dict)
-    return ObjectRef(str(manifest["apiVersion"]), str(manifest["kind"]), str(metadata["name"]))
-
-
-def _uid(found: Mapping[str, JsonValue]) -> str:
-    metadata = found["metadata"]
-    assert isinstance(metadata, dict)
-    return str(metadata["uid"])
-
-
-def _is_being_deleted(found: Mapping[str, JsonValue]) -> bool:
-    metadata = found["metadata"]
-    return isinstance(metadata, dict) and metadata.get("deletionTimestamp") is not None
-
-
-def _is_ours(found: Mapping[str, JsonValue], job: JobView) -> bool:
-    """Return whether the job controls it; a claim, which outlives its job with the results, needs its name label."""
-    metadata = found.get("metadata")
-    if not isinstance(metadata, dict):
-        return False
-    if found.get("kind") == CLAIM.kind:
-        labels = metadata.get("labels")
-        return isinstance(labels, dict) and labels.get(JOB_LABEL) == job.name
-    owner = controller_of(metadata)
-    return owner is not None and owner.uid == job.uid
-
-
-def _is_taken_over(found: Mapping[str, JsonValue], job: JobView) -> bool:
-    """Return whether it is the Service of the job whose endpoint this one takes over."""
-    metadata = found.get("metadata")
-    if not isinstance(metadata, dict) or found.get("kind") != SERVICE.kind or metadata.get("name") != service_of(job):
-        return False
-    if _is_being_deleted(found):
-        return False
-    owner = controller_of(metadata)
-    return owner is not None and (owner.kind, owner.name) == (FINETUNE_JOB.group_kind, former_job(job))
-
-
-def _version(found: Mapping[str, JsonValue]) -> str:
-    metadata = found["metadata"]
-    assert isinstance(metadata, dict)
-    return str(metadata["resourceVersion"])
-
-
-def _involved(entry: Entry) -> Manifest:
-    """Return the reference to an object that an event names."""
-    version = entry.view.ref.api_version if isinstance(entry.view, ChildView | EndpointView) else POD.api_version
-    return {
-        "apiVersion": version,
-        "kind": entry.kind.name,
-        "namespace": entry.namespace,
-        "name": entry.name,
-        "uid": entry.uid,
-    }
-
-
-def _claim_note(key: JobKey, entry: Entry) -> EventNote:
-    return EventNote(
-        "Warning",
-        "NotOfThisJob",
-        f'The operator ignores this object: its labels name FineTuneJob "{key.name}" (uid '
-        f"{shortened(entry.job_uid, 63)}), its owner references do not. If it is a copy, remove the labels that begin "
-        "with finetune.dev/.",
-    )
-
-
-def _is_of_earlier_job(found: Mapping[str, JsonValue], job: JobView) -> bool:
-    """Return whether it belongs to an earlier job of the same name: it is not garbage-collected yet."""
-    metadata = found.get("metadata")
-    owners = metadata.get("ownerReferences") if isinstance(metadata, dict) else None
-    return isinstance(owners, list) and any(
-        isinstance(owner, dict)
-        and (owner.get("kind"), owner.get("name")) == (FINETUNE_JOB.kind, job.name)
-        and owner.get("uid") != job.uid
-        for owner in owners
-    )
 
 
 def _log_transition(key: JobKey, old: FineTuneJobStatus, new: FineTuneJobStatus) -> None:

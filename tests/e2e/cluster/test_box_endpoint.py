@@ -20,8 +20,8 @@ from cluster_support.api_access import Object, path_of, wait_until
 from cluster_support.control_plane import ROOT
 from finetune_contract.layout import JobPaths
 from finetune_operator.api.types import API_VERSION, PLURAL
-from finetune_operator.rendering.endpoint_objects import KINDS, REVISION_KINDS
 from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
+from golden_records import ENDPOINT_KINDS, REVISION_KINDS
 
 APPS = "apps/v1"
 PLURALS = {
@@ -113,10 +113,13 @@ def url_of(team: Team, job: str) -> str:
 def of_endpoint(team: Team, job: str, revision: int = 1) -> set[str]:
     """Return the kinds of the endpoint's objects, with that revision of its servers."""
     shared = f"{job}-endpoint"
-    names = {kind: f"{shared}-{revision}" if (version, kind) in REVISION_KINDS else shared for version, kind in KINDS}
+    names = {
+        kind: f"{shared}-{revision}" if (version, kind) in REVISION_KINDS else shared
+        for version, kind in ENDPOINT_KINDS
+    }
     return {
         kind
-        for version, kind in KINDS
+        for version, kind in ENDPOINT_KINDS
         if team.box.api.get(path_of(version, PLURALS[kind], team.namespace, names[kind])) is not None
     }
 

@@ -130,11 +130,11 @@ class Claims:
 
 def write_rows(folder: Path) -> int:
     """Write to-answer/rows.jsonl into the folder of the inputs; return the number of its shards."""
-    words = ("good", "bad", "lamp", "soup", "chair", "was", "very", "broken", "stale", "fresh")
+    vocabulary = ("good", "bad", "lamp", "soup", "chair", "was", "very", "broken", "stale", "fresh")
     (folder / "to-answer").mkdir(exist_ok=True)
     with (folder / "to-answer" / "rows.jsonl").open("w", encoding="utf-8") as file:
         for number in range(ROWS):
-            text = " ".join(words[(number * step + step) % len(words)] for step in range(1, 3 + number % 20))
+            text = " ".join(vocabulary[(number * step + step) % len(vocabulary)] for step in range(1, 3 + number % 20))
             file.write(json.dumps({"id": f"r-{number:05}", "text": text, "filler": FILLER}) + "\n")
     for path in (folder / "to-answer", folder / "to-answer" / "rows.jsonl"):
         path.chmod(0o755)

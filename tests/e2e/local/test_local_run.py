@@ -176,7 +176,7 @@ def many_shards(undisturbed: Any, quick: Any) -> bytes:
     return (quick.folder / "alone.jsonl").read_bytes()
 
 
-def test_several_processes_predict_what_one_does(many_shards: bytes, undisturbed: Any, quick: Any) -> None:
+def test_several_processes_predict_the_bytes_of_one(many_shards: bytes, undisturbed: Any, quick: Any) -> None:
     if len(os.sched_getaffinity(0)) != 2:
         pytest.skip("two processes have one thread each on a machine with two cores")
     code, out, err = quick("predict", str(undisturbed[0]), "shards.jsonl", "-o", "two.jsonl", "--workers", "2")

@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import Precision
 from finetune_contract.contract_models import Message, Order
 from finetune_contract.facts import DeviceFacts
@@ -70,7 +71,7 @@ class MeasuredDevices(Message):
         device = self.device
         capability = "" if device.capability is None else f", capability {device.capability}"
         mixed = f" (the weakest; also {', '.join(self.others)})" if self.others else ""
-        return f"{device.product} {_gib(device.memory_bytes)}{capability} x {self.processes}{mixed}"
+        return f"{device.product} {human_bytes(device.memory_bytes)}{capability} x {self.processes}{mixed}"
 
 
 def plan_change(planned: PlannedDevice, measured: MeasuredDevices, precision: Precision) -> str | None:
@@ -78,18 +79,18 @@ def plan_change(planned: PlannedDevice, measured: MeasuredDevices, precision: Pr
     device = measured.device
     if precision in ("bf16", "fp8") and not device.bf16:
         return f"{device.product} has no units for bf16, and the plan uses them"
-    has = f"{device.product} has {_gib(device.memory_bytes)}"
+    has = f"{device.product} has {human_bytes(device.memory_bytes)}"
     difference = device.memory_bytes / planned.memory_bytes - 1
     if difference < -LESS_MEMORY:
-        return f"{has}, and the plan is for {_gib(planned.memory_bytes)}"
+        return f"{has}, and the plan is for {human_bytes(planned.memory_bytes)}"
     if device.memory_bytes < planned.needed_bytes:
-        return f"{has}, and the plan needs {_gib(planned.needed_bytes)}"
+        return f"{has}, and the plan needs {human_bytes(planned.needed_bytes)}"
     if planned.source == "measured":
         return None
     if "precision" in planned.undecided and device.bf16 and not planned.bf16:
         return f"{device.product} has units for bf16, and the plan uses none"
     if "memory" in planned.undecided and difference > MORE_MEMORY:
-        return f"{has}, and the plan uses {_gib(planned.memory_bytes)}"
+        return f"{has}, and the plan uses {human_bytes(planned.memory_bytes)}"
     if "speed" in planned.undecided and device.product != planned.product:
         return f"the plan is for a GPU of unknown speed, and this is {device.product}"
     return None
@@ -99,7 +100,3 @@ def same_kind(one: DeviceFacts, other: DeviceFacts) -> bool:
     """Return whether two GPUs are of one kind of node: the same product with as much memory."""
     largest = max(one.memory_bytes, other.memory_bytes)
     return one.product == other.product and abs(one.memory_bytes - other.memory_bytes) <= LESS_MEMORY * largest
-
-
-def _gib(count: int) -> str:
-    return f"{count / _GIB:.1f} GiB"

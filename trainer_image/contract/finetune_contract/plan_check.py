@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from finetune_contract.byte_text import human_bytes
 from finetune_contract.contract_models import Message
 from finetune_contract.report import TimePart
 
@@ -91,7 +92,7 @@ class PlanCheck(Message):
     def _sentences(self) -> tuple[tuple[str, Comparison], ...]:
         found = []
         if (memory := self.memory) is not None:
-            amounts = f"{_bytes(memory.planned)} planned, {_bytes(memory.measured)} measured per device"
+            amounts = f"{human_bytes(memory.planned)} planned, {human_bytes(memory.measured)} measured per device"
             found.append((f"Plan's memory was {deviation(memory.ratio)}: {amounts}.", memory))
         if (step := self.step_time) is not None:
             amounts = f"{human_step(step.planned)} planned, {human_step(step.measured)} measured"
@@ -161,10 +162,6 @@ def _measured_parts(measured: MeasuredTraining) -> dict[str, float]:
     if not parts or OPTIMIZER in measured.with_communication:
         return {}
     return {PASSES: sum(parts.get(name, 0.0) for name in _PASS_PARTS), OPTIMIZER: parts.get(OPTIMIZER, 0.0)}
-
-
-def _bytes(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def human_step(seconds: float) -> str:

@@ -49,14 +49,6 @@ class Form:
         return Columns(**{role: role for role in self.roles})
 
 
-@dataclass(frozen=True)
-class Usage:
-    """Figures of a request, for its log line and for clients that count tokens."""
-
-    rows: int
-    tokens: int
-
-
 def check_rows(rows: Sequence[dict[str, Any]]) -> None:
     """Refuse too many rows (413), too long texts (413) and wrong types (422)."""
     if not rows:

@@ -29,6 +29,16 @@ from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
+from finetune_trainer.tasks.answer_spans import (
+    NOWHERE,
+    ChosenAnswer,
+    Span,
+    chosen_answer,
+    gold_span,
+    measured,
+    span_nll,
+    spans_of,
+)
 from finetune_trainer.tasks.class_figures import informative_rows
 from finetune_trainer.tasks.encoding import never_empty
 from finetune_trainer.tasks.padding import padded
@@ -64,24 +74,6 @@ _COLUMNS = ("question", "context", "answers")
 _HEAD = "ForQuestionAnswering"
 NO_ANSWER = "no answer"
 """The only label: where it is known, questions may have no answer."""
-LONGEST_ANSWER = 30
-"""Limit in tokens, as in the scripts of SQuAD's baselines."""
-_BEST = 20
-"""Number of starts, and of ends, of a window that are considered, as there."""
-_CANDIDATES = 5
-"""Number of candidates in a prediction."""
-_NOWHERE = -1
-
-
-@dataclass(frozen=True)
-class _Span:
-    """A part of a paragraph."""
-
-    score: float
-    """Sum of the logits of start and end."""
-    first: int
-    """First character in the paragraph."""
-    last: int
 
 
 @dataclass(frozen=True)
@@ -202,10 +194,10 @@ class QuestionAnswering(heads.HeadModels):
         for at in range(len(of_row)):
             inside = [part == 1 for part in encoded.sequence_ids(at)]
             offsets = encoded["offset_mapping"][at]
-            first = [each[0] if is_in else _NOWHERE for each, is_in in zip(offsets, inside, strict=True)]
-            last = [each[1] if is_in else _NOWHERE for each, is_in in zip(offsets, inside, strict=True)]
-            features["first"].append(first or [_NOWHERE])
-            features["last"].append(last or [_NOWHERE])
+            first = [each[0] if is_in else NOWHERE for each, is_in in zip(offsets, inside, strict=True)]
+            last = [each[1] if is_in else NOWHERE for each, is_in in zip(offsets, inside, strict=True)]
+            features["first"].append(first or [NOWHERE])
+            features["last"].append(last or [NOWHERE])
         if targets is not None:
             features |= {"start": [], "end": []}
             for row, windows in groupby(range(len(of_row)), key=of_row.__getitem__):
@@ -272,17 +264,17 @@ class QuestionAnswering(heads.HeadModels):
         of SQuAD, between 0 and 1: for a row without an answer both are 1 if none was given.
         """
         losses = [
-            (_nll(answer["start"], start) + _nll(answer["end"], end)) / 2
+            (span_nll(answer["start"], start) + span_nll(answer["end"], end)) / 2
             for answer, start, end in zip(answers, split.numbers("start"), split.numbers("end"), strict=True)
         ]
         predicted = [best.text for best in self._decided(answers, split, slice(None))]
-        return {"loss": float(np.mean(losses)), **measured(predicted, _gold(split))}
+        return {"loss": float(np.mean(losses)), **measured(predicted, gold_span(split))}
 
     def baseline(self, split: PreparedSplit) -> dict[str, float]:
         """Judge never answering, where that may be right."""
         if NO_ANSWER not in split.facts.labels:
             return {}
-        gold = _gold(split)
+        gold = gold_span(split)
         return measured([""] * len(gold), gold)
 
     def answer_schema(self, labels: Labels) -> pa.Schema:
@@ -323,7 +315,7 @@ class QuestionAnswering(heads.HeadModels):
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
         """Return the most confident wrong answers (at most half), then the first right ones."""
-        gold = _gold(split)
+        gold = gold_span(split)
         decided = list(self._decided(answers, split, slice(None)))
         right = np.array([measured([e.text], [g])["exact_match"] == 1.0 for e, g in zip(decided, gold, strict=True)])
         wrong = np.where(right, 0.0, [each.share for each in decided])
@@ -337,18 +329,18 @@ class QuestionAnswering(heads.HeadModels):
             for row in informative_rows(wrong, most)
         ]
 
-    def _decided(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> Iterator[_ChosenAnswer]:
+    def _decided(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> Iterator[ChosenAnswer]:
         """Yield the answer to each of some rows."""
         may_be_none = NO_ANSWER in split.facts.labels
         chosen = range(*rows.indices(split.rows))
         contexts = split.raw_values(split.inputs["context"], rows)
         for row, context in zip(chosen, contexts, strict=True):
-            spans: list[_Span] = []
+            spans: list[Span] = []
             none = np.inf
             for at in split.features_by_row[row]:
-                spans += _spans(answers[at], split.list_of("first", at), split.list_of("last", at))
+                spans += spans_of(answers[at], split.list_of("first", at), split.list_of("last", at))
                 none = min(none, float(answers[at]["start"][0] + answers[at]["end"][0]))
-            yield _decide(spans, none if may_be_none else None, context)
+            yield chosen_answer(spans, none if may_be_none else None, context)
 
 
 def _without_targets(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -425,75 +417,7 @@ def _answer_tokens(
 # ------------------------------------------------------------------------------------------------------------ answering
 
 
-@dataclass(frozen=True)
-class _ChosenAnswer:
-    """The answer to one question."""
-
-    text: str
-    share: float
-    first: int | None
-    last: int | None
-    candidates: list[dict[str, Any]]
-
-
-def _spans(answer: Answer, first: NDArray[np.int32], last: NDArray[np.int32]) -> list[_Span]:
-    """Return the best spans of a window."""
-    inside = np.flatnonzero(first != _NOWHERE)
-    starts, ends = (inside[np.argsort(-answer[name][inside], kind="stable")[:_BEST]] for name in ("start", "end"))
-    return [
-        _Span(float(answer["start"][start] + answer["end"][end]), int(first[start]), int(last[end]))
-        for start in starts
-        for end in ends
-        if start <= end < start + LONGEST_ANSWER
-    ]
-
-
-def _decide(spans: Sequence[_Span], none: float | None, context: str) -> _ChosenAnswer:
-    """Return the best of the spans, or no answer when that scores higher. `none`: its score, where it may be right."""
-    distinct = {(span.first, span.last): span for span in sorted(spans, key=lambda span: span.score)}
-    best = sorted(distinct.values(), key=lambda span: -span.score)[:_BEST]
-    scores = [span.score for span in best] + ([] if none is None else [none])
-    if not scores:
-        return _ChosenAnswer("", 1.0, None, None, [])
-    shares = np.exp(np.asarray(scores) - max(scores))
-    shares /= shares.sum()
-    found: list[dict[str, Any]] = [
-        {"answer": context[span.first : span.last], "score": float(share), "start": span.first, "end": span.last}
-        for span, share in zip(best, shares, strict=False)
-    ]
-    if none is not None:
-        found.append({"answer": "", "score": float(shares[-1]), "start": None, "end": None})
-    found.sort(key=lambda each: -each["score"])
-    top = found[0]
-    return _ChosenAnswer(top["answer"], top["score"], top["start"], top["end"], found[:_CANDIDATES])
-
-
-def measured(predicted: Sequence[str], gold: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Compute exact match and F1 as the scripts of SQuAD do, as shares of 1: the best over all gold answers of a row;
-    for a row without one, the empty answer is the right one.
-    """
-    from torchmetrics.functional.text import squad
-
-    predictions = [{"id": str(at), "prediction_text": text} for at, text in enumerate(predicted)]
-    wanted: list[Any] = [
-        {"id": str(at), "answers": {"text": list(texts or [""]), "answer_start": [0] * max(1, len(texts))}}
-        for at, texts in enumerate(gold)
-    ]
-    return {name: float(percent) / 100 for name, percent in squad(predictions, wanted).items()}
-
-
-def _nll(logits: NDArray[np.float32], wanted: int) -> float:
-    """Return the cross-entropy of one position in nats."""
-    shifted = logits.astype(np.float64) - float(logits.max())
-    return float(np.log(np.exp(shifted).sum()) - shifted[wanted])
-
-
 # -------------------------------------------------------------------------------------------------------------- answers
-
-
-def _gold(split: PreparedSplit) -> list[list[str]]:
-    """Return the right answers of each row."""
-    return [list(answers["text"]) for answers in split.raw()[split.inputs["answers"]]]
 
 
 def _answers(split: RawSplit, columns: Columns) -> NDArray[Any]:

@@ -23,18 +23,8 @@ from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.class_figures import Confusion, informative_rows
 from finetune_trainer.tasks.encoding import encodings, never_empty
-from finetune_trainer.tasks.label_forms import (
-    FORMS,
-    PATH,
-    SECRET,
-    Form,
-    Logits,
-    form_of,
-    mapped,
-    mapped_names,
-    numbers_note,
-    unused_note,
-)
+from finetune_trainer.tasks.label_forms import FORMS, SECRET, Form, Logits, form_of
+from finetune_trainer.tasks.label_names import PATH, mapped, mapped_names, numbers_note, unused_note
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.row_checks import is_text, not_set, refuse_not_text, refuse_other_columns, row_error
 from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, Labels, Targets

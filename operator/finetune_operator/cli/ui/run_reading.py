@@ -84,7 +84,6 @@ class StageRow:
     name: str
     state: Literal["done", "running", "failed", "stopped", "waiting"]
     seconds: float | None
-    has_log: bool
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,6 @@ def read_run(root: Path, name: str, running: bool) -> Run:
                 stage.value,
                 _stage_state(stage, stage in finished, stage is current, stage in started_stages, state),
                 finished[stage].seconds if stage in finished else None,
-                stage in started_stages,
             )
             for stage in planned
         ),

@@ -8,7 +8,6 @@ rows.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +34,6 @@ from finetune_trainer.inference.optimization.rungs import rung_by_name, rungs_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-log = logging.getLogger(__name__)
 
 SAMPLE_ROWS = 1000
 SMALL_SECONDS = 60.0

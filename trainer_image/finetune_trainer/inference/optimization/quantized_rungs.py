@@ -139,7 +139,7 @@ def _eight_bit_layer(layer: nn.Module) -> nn.Module:
     import bitsandbytes as bnb
     from torch import nn
 
-    from finetune_trainer.adapters import outputs_by_inputs
+    from finetune_trainer.layer_weights import outputs_by_inputs
 
     weight = outputs_by_inputs(layer).float().cpu().contiguous()
     outputs, inputs = weight.shape

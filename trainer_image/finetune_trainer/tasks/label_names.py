@@ -1,0 +1,112 @@
+"""Names of labels: as the rows have them, and as the job maps them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from finetune_trainer.data.sources import RawSplit
+from finetune_trainer.failures import first_of
+from finetune_trainer.tasks.row_checks import class_names, row_error
+
+if TYPE_CHECKING:
+    pass
+
+
+PATH = "dataset.columns.label"
+_WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,8}")
+
+
+def names_of(split: RawSplit, column: str, every: Sequence[Any], values: Sequence[Any]) -> tuple[str, ...]:
+    """Return the names by all labels of the split; `values`: those of each row, for an error."""
+    distinct = set(every)
+    numbers = {label: int(label) for label in distinct if isinstance(label, int) or _WHOLE_NUMBER.fullmatch(label)}
+    if len(numbers) < len(distinct):
+        return tuple(sorted(distinct))
+    found = set(numbers.values())
+    count = next(i for i in range(len(found) + 1) if i not in found)
+    if 1 < count < len(found) and found != _SIGNS:
+        odd = [
+            any(not 0 <= numbers[one] < count for one in (value if isinstance(value, list) else [value]))
+            for value in values
+        ]
+        row = odd.index(True)
+        rule = f"class ids count from 0 without gaps, and no row has {count}"
+        raise row_error("LabelOutOfRange", split, row, PATH, column, values[row], rule, _labels_hint(sorted(found)))
+    return tuple(str(number) for number in sorted(found))
+
+
+_SIGNS = {-1, 0, 1}
+"""Labels of opinions: against, neutral, for."""
+
+
+def _labels_hint(labels: Sequence[object]) -> str:
+    example = ", ".join(f'"{label}": NAME' for label in labels[:3]) + (", ..." if len(labels) > 3 else "")
+    return f"Correct the row, or name all values in dataset.labels: {{{example}}}."
+
+
+def numbers_note(split: RawSplit, column: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Return a note that whole numbers which are no class ids are taken as names."""
+    ids = names[0] == "0" and names[-1] == str(len(names) - 1)
+    if ids or not all(_WHOLE_NUMBER.fullmatch(name) for name in names):
+        return ()
+    example = ", ".join(f'"{name}": NAME' for name in names[:2]) + (", ..." if len(names) > 2 else "")
+    return (
+        f"Split {split.name} ({split.origin}): the labels {first_of(names, 8)} in column {column!r} are used as names "
+        f"of classes. Set dataset.labels to rename them: {{{example}}}.",
+    )
+
+
+def mapped_names(given: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names in `dataset.labels`, in the order of their ids: that of the values, whole numbers by size."""
+    whole = all(_WHOLE_NUMBER.fullmatch(value) for value in given)
+    return tuple(dict.fromkeys(given[value] for value in sorted(given, key=int if whole else str)))
+
+
+def mapped(split: RawSplit, column: str, values: Sequence[Any], given: Mapping[str, str]) -> list[Any]:
+    """Map labels to their names in `dataset.labels`; raise StageError DATA `UnknownLabel` for the first row whose value
+    it lacks.
+    """
+    feature = split.rows.features[column]
+    classes = class_names(getattr(feature, "feature", feature))
+
+    def name(row: int, value: Any) -> str:
+        text = str(value)
+        if classes is not None and text not in given and isinstance(value, int) and 0 <= value < len(classes):
+            text = classes[value]
+        if text not in given:
+            rule = f"dataset.labels names {first_of(sorted(given), 8)}"
+            hint = f"Add {json.dumps(text, ensure_ascii=False)} to dataset.labels, or correct the row."
+            raise row_error("UnknownLabel", split, row, PATH, column, value, rule, hint)
+        return given[text]
+
+    return [
+        list(dict.fromkeys(name(row, one) for one in value)) if isinstance(value, list) else name(row, value)
+        for row, value in enumerate(values)
+    ]
+
+
+def unused_note(split: RawSplit, column: str, found: Sequence[Any], given: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a note on names in `dataset.labels` that no row has; `found`: the result of `mapped`."""
+    there = {one for value in found for one in (value if isinstance(value, list) else [value])}
+    unused = [name for name in mapped_names(given) if name not in there]
+    if not unused:
+        return ()
+    return (
+        f"Split {split.name} ({split.origin}): dataset.labels has {first_of(unused, 8)}, and no row has such a "
+        f"label in column {column!r}: the model cannot learn it.",
+    )
+
+
+def positions(every: Sequence[Any], names: Sequence[str]) -> dict[Any, int]:
+    """Return label as given -> its id."""
+    if every and isinstance(every[0], int):
+        if all(_WHOLE_NUMBER.fullmatch(name) for name in names):
+            return {int(name): i for i, name in enumerate(names)}
+        return {i: i for i in range(len(names))}
+    position: dict[Any, int] = {name: i for i, name in enumerate(names)}
+    if every and not any(label in position for label in every) and set(every) <= {str(i) for i in range(len(names))}:
+        return {str(i): i for i in range(len(names))}  # class ids as in a CSV file
+    return position
