@@ -722,7 +722,7 @@ def test_model_that_fits_nowhere_is_refused_with_arithmetic_and_hints():
             None,
             "does not fit: needs 2.6 TiB of host memory a node, and there are 1.1 TiB "
             "(fsdp+selective-activation-checkpointing+optimizer-offload+parameter-offload); rows of 512 tokens are "
-            "assumed; ddp+tensor8+activation-checkpointing with micro-batch 1 needs 384.1 GiB a GPU, and there are "
+            "assumed; fsdp+tensor4+activation-checkpointing with micro-batch 1 needs 341.0 GiB a GPU, and there are "
             "40.0 GiB; ddp+tensor4+pipeline2-1f1b+activation-checkpointing with micro-batch 1 needs 384.6 GiB a GPU, "
             "and there are 40.0 GiB; fsdp+sequence8+optimizer-offload+parameter-offload needs 2.6 TiB of host memory a "
             "node, and there are 1.1 TiB",

@@ -231,7 +231,7 @@ CHOSEN: dict[str, tuple[Long, str]] = {
     ),
     "weights in 4 bits": (
         Long(EIGHT_BILLION, EIGHT_L4, 32768, {"model": QLORA}),
-        "ddp+sequence8+activation-checkpointing",
+        "fsdp+sequence4+activation-checkpointing",
     ),
 }
 
@@ -257,10 +257,10 @@ def test_auto_divides_rows_where_nothing_else_fits(case: str):
 def test_plan_gives_reason_and_cost_of_divided_rows():
     (sentence,) = (each for each in CHOSEN["weights in 4 bits"][0].plan().reasons if each.startswith("strategy "))
     assert sentence == (
-        "strategy ddp+sequence8+activation-checkpointing: rows in 8 slices fit (17.1 GiB of 22.5 GiB); with whole rows "
-        "on each GPU nothing does: ddp+activation-checkpointing with micro-batch 1 needs 79.1 GiB a GPU, and there are "
-        "22.5 GiB; to exchange heads for tokens takes 6% of the time "
-        "(105.0 GiB a process and step)"
+        "strategy fsdp+sequence4+activation-checkpointing: rows in 4 slices fit (19.5 GiB of 22.5 GiB); with whole rows "
+        "on each GPU nothing does: fsdp+activation-checkpointing+optimizer-offload+parameter-offload with micro-batch 1 "
+        "needs 64.7 GiB a GPU, and there are 22.5 GiB; to exchange heads for tokens takes 6% of the time "
+        "(90.0 GiB a process and step)"
     )
 
 
@@ -313,8 +313,9 @@ NOT_CHOSEN: dict[str, tuple[Long, str, str]] = {
     ),
     "too few GPUs for slices that are short enough": (
         Long(EIGHT_BILLION, EIGHT_L4.replace("gpus=8", "gpus=2"), 32768, {"model": QLORA}),
-        "ddp+sequence2+activation-checkpointing with micro-batch 1 needs 43.7 GiB a GPU, and there are 22.5 GiB",
-        "use devices of at least 79.1 GiB, or a smaller preparation.maxLength or model",
+        "fsdp+sequence2+activation-checkpointing+optimizer-offload+parameter-offload with micro-batch 1 "
+        "needs 34.0 GiB a GPU, and there are 22.5 GiB",
+        "use devices of at least 64.7 GiB, or a smaller preparation.maxLength or model",
     ),
     "a family that nobody has seen in slices": (
         Long(

@@ -119,7 +119,7 @@ def test_servers_are_read_at_intervals_and_forgotten_after_the_canary() -> None:
 
 
 async def stuck() -> web.Response:
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
     return web.Response()
 
 

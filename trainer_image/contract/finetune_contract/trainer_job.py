@@ -312,7 +312,7 @@ class Training(Order):
     @model_validator(mode="after")
     def _copies_its_state(self) -> Training:
         if self.checkpoints.asynchronous and self.strategy.name not in WHOLE_CHECKPOINTS:
-            raise ValueError(f"checkpoints.asynchronous is for {', '.join(WHOLE_CHECKPOINTS)}")
+            raise ValueError(f"asynchronous checkpoints are for {', '.join(WHOLE_CHECKPOINTS)}")
         return self
 
     @property
