@@ -825,45 +825,50 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
         return MemoryTerm(
             name="whole gradients", bytes=width * work.head, formula=f"{width} x {work.head:,} of the head"
         )
-    if work.strategy.name == "fsdp":
-        tensor, root = work.strategy.tensor, _root(model) // work.strategy.tensor
-        match moment:
-            case "load" | "step":
-                return None
-            case _ if work.strategy.pipeline is not None:
-                size, words = 4 * work.held, f"4 x {work.held:,} of a pass"
-            case "head":
-                each = 3 * width if chunked else width
-                size, words = each * work.head, f"{each} x {work.head:,} of the head"
-            case "layers":
-                block = model.block_parameters // tensor
-                size, words = width * (work.head + block), f"{width} x {work.head + block:,} of the head and a block"
-            case "reduction":
-                block = model.block_parameters // tensor
-                padded = int(model.block_parameters * _padded(work)) // tensor
-                size = width * (work.head + block) + 4 * padded
-                words = f"{width} x {work.head:,} of the head + {width} x {block:,} + 4 x {padded:,} of a block"
-            case "ends":
-                size, words = (width + 4) * root, f"{width + 4} x {root:,} of embeddings and head"
-            case _:
-                return None
-    else:
+    sized = _fsdp_gradients(work, moment, chunked) if work.strategy.name == "fsdp" else None
+    if work.strategy.name != "fsdp":
         each = (4 if chunked else width + 4) if work.autocast else (3 * width if chunked else width)
         match moment:
             case "head":
-                size, words = each * work.head, f"{each} x {work.head:,} of the head"
+                sized = each * work.head, f"{each} x {work.head:,} of the head"
             case "layers" if model.idle_parameters and work.strategy.zero_stage in (0, 1, 2):
-                size, words = width * model.block_parameters, f"{width} x {model.block_parameters:,} of a block"
+                sized = width * model.block_parameters, f"{width} x {model.block_parameters:,} of a block"
             case "layers" if model.idle_parameters and work.autocast and work.accumulates:
                 experts = largest_weight(model)
-                size, words = 4 * experts, f"4 x {experts:,} of a block's experts"
+                sized = 4 * experts, f"4 x {experts:,} of a block's experts"
             case "ends" if work.accumulates:
                 # Tied embeddings have the head's gradient, their own, and the sum of both.
                 each = work.weight_bytes * (3 if model.tied_embeddings and work.head and work.autocast else 1)
-                size, words = each * embeddings, f"{each} x {embeddings:,} of the embeddings"
-            case _:
-                return None
-    return MemoryTerm(name="whole gradients", bytes=size, formula=words) if size else None
+                sized = each * embeddings, f"{each} x {embeddings:,} of the embeddings"
+    if sized is None or not sized[0]:
+        return None
+    return MemoryTerm(name="whole gradients", bytes=sized[0], formula=sized[1])
+
+
+def _fsdp_gradients(work: Workload, moment: Moment, chunked: bool) -> tuple[int, str] | None:
+    """Return the bytes of the gradients that FSDP holds whole at `moment`, and their formula; None: there are none."""
+    model, width, tensor = work.model, work.compute_bytes, work.strategy.tensor
+    match moment:
+        case "load" | "step":
+            return None
+        case _ if work.strategy.pipeline is not None:
+            return 4 * work.held, f"4 x {work.held:,} of a pass"
+        case "head":
+            each = 3 * width if chunked else width
+            return each * work.head, f"{each} x {work.head:,} of the head"
+        case "layers":
+            block = model.block_parameters // tensor
+            return width * (work.head + block), f"{width} x {work.head + block:,} of the head and a block"
+        case "reduction":
+            block = model.block_parameters // tensor
+            padded = int(model.block_parameters * _padded(work)) // tensor
+            words = f"{width} x {work.head:,} of the head + {width} x {block:,} + 4 x {padded:,} of a block"
+            return width * (work.head + block) + 4 * padded, words
+        case "ends":
+            root = _root(model) // tensor
+            return (width + 4) * root, f"{width + 4} x {root:,} of embeddings and head"
+        case _:
+            return None
 
 
 def _undivided(work: Workload) -> MemoryTerm | None:
