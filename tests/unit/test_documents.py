@@ -681,7 +681,18 @@ def test_any_text_is_read_or_refused_with_a_line_within_it(text: str) -> None:
 REPAIRS = (
     ("a:\n  b: 1\n   c: 2\n", "begin c in the column of line 2: b", {"a": {"b": 1, "c": 2}}),
     ("a:\n  b: 1\n c:\n    d: 2\n", "begin c in the column of line 2: b", {"a": {"b": 1, "c": {"d": 2}}}),
-    ("a:\n\tb: 1\n\tc: 2\n", "indent with spaces: line 2 begins with a tab", {"a": {"b": 1, "c": 2}}),
+    ("a:\n\tb: 1\n", "indent with spaces: line 2 begins with a tab", {"a": {"b": 1}}),
+    ("a:\n\tb: 1\n\tc: 2\n", "indent with spaces: line 2, line 3 begin with a tab", {"a": {"b": 1, "c": 2}}),
+    (
+        "a:\n  b:\n\t\tc: 1\n    d: 2\ne: 3\n",
+        "indent with spaces: line 3 begins with a tab",
+        {"a": {"b": {"c": 1, "d": 2}}, "e": 3},
+    ),
+    (
+        'a: "C:\\Users\\x.csv"\nb: 2\n',
+        "write in line 1: 'C:\\Users\\x.csv', as a backslash in double quotes begins an escape",
+        {"a": "C:\\Users\\x.csv", "b": 2},
+    ),
     ("a:1\nb: 2\n", "put a space after the colon in line 1: a: 1", {"a": 1, "b": 2}),
     ("a: one: two\n", "put the value of line 1 in quotes, as it contains ': '", {"a": "one: two"}),
     ("a: 1\nb 2\nc: 3\n", "write in line 2: b: 2, with a colon", {"a": 1, "b": 2, "c": 3}),

@@ -94,6 +94,13 @@ def _held_out(role: str) -> Callable[[JsonValue], Mapping[str, JsonValue]]:
     return write
 
 
+def _claim_size(given: JsonValue) -> Mapping[str, JsonValue]:
+    """Convert the resources, or the requests, of a claim into its size."""
+    requests = given.get("requests", given) if isinstance(given, dict) else None
+    size = requests.get("storage") if isinstance(requests, dict) else None
+    return {"spec.storage.size": size} if isinstance(size, str) else {}
+
+
 _DATA_FILE = re.compile(r"(?:file://)?(?P<folder>.*/)?(?P<stem>[^/]+?)\.(?:jsonl?|csv|tsv|txt|parquet|arrow)(?:\.\w+)?")
 """Path of a file with rows."""
 _OTHER_FILES = re.compile(
@@ -1089,6 +1096,9 @@ NAMES: tuple[ForeignName, ...] = (
         for block in ("model", "dataset")
     ),
     ForeignName(("storage",), KUBERNETES, "spec.storage.size", under=("requests",)),
+    ForeignName(
+        ("resources", "requests"), KUBERNETES, "spec.storage.size", under=("storage",), same=False, writes=_claim_size
+    ),
     ForeignName(("disk", "disk_size", "storage_size"), KUBERNETES, "spec.storage.size"),
     ForeignName(("pull_policy",), KUBERNETES, "spec.imagePullPolicy"),
     ForeignName(

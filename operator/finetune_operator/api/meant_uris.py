@@ -69,7 +69,7 @@ def as_uri(value: JsonValue) -> str | None:
         text = address[1]
     elif misspelt := _MISSPELT_HUB.fullmatch(text):
         text = misspelt[1].rstrip("/")
-    elif "://" in text or not text or re.match(r"[A-Za-z]:\\|pvc:", text):
+    elif "://" in text or not text or re.match(r"[A-Za-z]:[\\/]|pvc:", text):
         return None
     elif _FILE.fullmatch(text):
         return f"file://{text.removeprefix('./')}"

@@ -44,7 +44,13 @@ def repair(text: str, line: int, begin: int, furthest: Callable[[str], int | Non
     lines = text.split("\n")
     if line >= len(lines):
         line = len(lines) - 1
-    repairs = chain(_spaces(lines, line), _tabs(lines, line), _columns(lines, line), _signs(lines, line, begin))
+    repairs = chain(
+        _spaces(lines, line),
+        _tabs(lines, line),
+        _escapes(lines, line, begin),
+        _columns(lines, line),
+        _signs(lines, line, begin),
+    )
     for each in islice(repairs, _MOST_TRIED):
         reached = furthest(each.text)
         if reached is None or reached > max(line, each.line):
@@ -148,7 +154,38 @@ def _closed(lines: Sequence[str], at: int) -> Iterator[Repair]:
 
 
 def _tabs(lines: Sequence[str], line: int) -> Iterator[Repair]:
-    """Yield spaces in place of the tabs at the start of lines."""
-    if "\t" in lines[line][: len(lines[line]) - len(lines[line].lstrip())]:
-        text = "\n".join(re.sub(r"^\s+", lambda found: found[0].expandtabs(8), each) for each in lines)
-        yield Repair(line, _hint("indent with spaces: line @ begins with a tab", line), text)
+    """Yield spaces in place of the tabs at the start of lines: as many as put the first in the column of the next line
+    with spaces or below the line above, then usual numbers.
+    """
+    tabbed = [at for at, each in enumerate(lines) if "\t" in each[: len(each) - len(each.lstrip())]]
+    if line not in tabbed:
+        return
+    places = ", ".join("line @" for _ in tabbed[:_MOST_NAMED]) + (", ..." if tabbed[_MOST_NAMED:] else "")
+    hint = _hint(f"indent with spaces: {places} {'begin' if tabbed[1:] else 'begins'} with a tab", *tabbed)
+    above = next((_indent(lines[at]) for at in range(line - 1, -1, -1) if lines[at].strip()), 0)
+    after = next((_indent(each) for each in lines[line:] if each.strip() and not each.startswith("\t")), 0)
+    tabs = max(1, lines[line].count("\t", 0, len(lines[line]) - len(lines[line].lstrip())))
+    columns = [after] if after > above else []
+    for width in dict.fromkeys([*(column // tabs for column in (*columns, above + 2)), 8, 4, 2]):
+        yield Repair(line, hint, "\n".join(_expanded(each, width) for each in lines))
+
+
+def _expanded(line: str, width: int) -> str:
+    """Return a line with spaces in place of the tabs at its start."""
+    rest = line.lstrip()
+    return line[: len(line) - len(rest)].expandtabs(width) + rest
+
+
+_MOST_NAMED = 3
+"""Number of lines that a hint names."""
+_ESCAPED = re.compile(r"\"(?P<value>[^\"']*\\[^\"']*)\"\s*$")
+"""A value in double quotes with a backslash, at the end of a line."""
+
+
+def _escapes(lines: Sequence[str], line: int, begin: int) -> Iterator[Repair]:
+    """Yield single quotes, in which a backslash stands for itself, in place of double quotes."""
+    for at in dict.fromkeys((line, line - 1, begin)):
+        if at >= 0 and (found := _ESCAPED.search(lines[at])):
+            fixed = f"'{found['value']}'"
+            hint = _hint(f"write in line @: {fixed}, as a backslash in double quotes begins an escape", at)
+            yield Repair(at, hint, _changed(lines, at, lines[at][: found.start()] + fixed))
