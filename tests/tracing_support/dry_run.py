@@ -43,6 +43,7 @@ from tracing_support import memory_kinds, stub_cuda, switched_off, traced_cases
 from tracing_support.held_cases import HELD_CASES
 from tracing_support.memory_cases import MEMORY_CASES
 from tracing_support.trace import Trace
+from trainer_support.no_checkpoints import NoCheckpoints
 
 NO_GROUPS = distributed.Backends("fake", "fake", FakeStore())  # type: ignore[no-untyped-call]
 
@@ -78,18 +79,6 @@ class _RealBatches(Collate):
             return super().items(batch)
         with _disable_current_modes():
             return super().items(batch)
-
-
-class _NoCheckpoints:
-    """Saver that never saves."""
-
-    def wants(self) -> bool:
-        return False
-
-    def due(self, step: int, *, by_clock: bool) -> bool:
-        return False
-
-    def finish(self) -> None: ...
 
 
 @dataclass
@@ -214,7 +203,7 @@ def _loop(
         "collate": _RealBatches(task, 0, shape.token_slice(case.rank)),
         "validation": None,
         "observer": observer,
-        "saver": _NoCheckpoints(),
+        "saver": NoCheckpoints(),
         "stopper": NeverStop(),
         "interruption": Interruption(),
         "save_on_preemption": False,

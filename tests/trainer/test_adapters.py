@@ -15,6 +15,7 @@ import pytest
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import Adapter, CheckpointSchedule, EarlyStopping
 from finetune_trainer.failures import StageError
+from trainer_support.no_checkpoints import NoCheckpoints
 from trainer_support.tasks import largest_difference
 
 LORA = Adapter(method="lora", rank=4, alpha=16, dropout=0.0)
@@ -158,15 +159,6 @@ def loop_over(bench: Any, model: Any, adapted: Any, folder: Path) -> Any:
     from finetune_trainer.training.stopping import NeverStop
     from finetune_trainer.training.training_arguments import training_arguments
 
-    class NoSaver:
-        def wants(self) -> bool:
-            return False
-
-        def due(self, step: int, *, by_clock: bool) -> bool:
-            return False
-
-        def finish(self) -> None: ...
-
     training, prepared, strategy = bench.job.training, PreparedData.open(bench.paths), Single("fp32")
     parts = LoopParts(
         strategy=strategy,
@@ -176,7 +168,7 @@ def loop_over(bench: Any, model: Any, adapted: Any, folder: Path) -> Any:
         collate=Collate(task_module(bench.job.task), prepared.pad_token_id),
         validation=None,
         observer=SilentObserver(NoProgress(), training.max_steps),
-        saver=NoSaver(),  # type: ignore[arg-type]
+        saver=NoCheckpoints(),  # type: ignore[arg-type]
         stopper=NeverStop(),
         interruption=Interruption(),
         save_on_preemption=False,

@@ -16,6 +16,7 @@ from finetune_contract.arguments import FREE, check_arguments, groups_by_length,
 from finetune_contract.trainer_job import Training
 from finetune_trainer.training.loop import LoopParts, TrainingLoop
 from finetune_trainer.training.training_arguments import tf32_setting
+from trainer_support.no_checkpoints import NoCheckpoints
 from trainer_support.tasks import training_of
 
 
@@ -140,7 +141,7 @@ def loop_of(bench, tmp_path: Path) -> Callable[..., TrainingLoop]:
             collate=Collate(task, prepared.pad_token_id),
             validation=None,
             observer=SilentObserver(NoProgress(), settings.max_steps),
-            saver=NoSaver(),  # type: ignore[arg-type]
+            saver=NoCheckpoints(),  # type: ignore[arg-type]
             stopper=NeverStop(),
             interruption=Interruption(),
             save_on_preemption=False,
@@ -150,18 +151,6 @@ def loop_of(bench, tmp_path: Path) -> Callable[..., TrainingLoop]:
         return TrainingLoop(task.build_model(job, prepared.facts), arguments, parts)
 
     return made
-
-
-class NoSaver:
-    """Saves nothing."""
-
-    def wants(self) -> bool:
-        return False
-
-    def due(self, step: int, *, by_clock: bool) -> bool:
-        return False
-
-    def finish(self) -> None: ...
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

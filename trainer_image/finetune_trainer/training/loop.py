@@ -105,6 +105,10 @@ class Saver(Protocol):
         it.
         """
 
+    @property
+    def writing(self) -> bool:
+        """True from `save` to `finish` of a checkpoint that is written beside the training; alike on all ranks."""
+
     def finish(self) -> None:
         """Wait for a checkpoint that is written beside the training; every rank calls it."""
 
@@ -211,9 +215,10 @@ class TrainingLoop:
             clock.enter("rest")
             self._report(started, *engine.figures(loss, done), done.learning_rate)
             self._validate_and_save(agreed)
-        clock.enter("checkpoint")
-        self.parts.saver.finish()
-        clock.enter("rest")
+        if self.parts.saver.writing:
+            clock.enter("checkpoint")
+            self.parts.saver.finish()
+            clock.enter("rest")
         self._notify_trackers("on_train_end")
 
     # ---------------------------------------------------------------------------------------------------------- set-up

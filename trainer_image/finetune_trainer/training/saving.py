@@ -177,6 +177,11 @@ class RunSaver:
         """Record that the training waited so long for a checkpoint."""
         self._saved_at, self._saving_seconds = time.monotonic(), seconds
 
+    @property
+    def writing(self) -> bool:
+        """True from `save` to `finish` of a checkpoint that threads write."""
+        return self._writing is not None
+
     def finish(self) -> None:
         """Wait until the checkpoint that threads write is valid; raise their error. Every rank must call it."""
         writing, self._writing = self._writing, None
