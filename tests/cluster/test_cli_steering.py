@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import tarfile
 from pathlib import Path
@@ -145,6 +146,13 @@ def test_cancel_deletes_running_jobs_and_keeps_ended_ones(jobs: Jobs) -> None:
 def test_rollback_annotates_the_job_and_leaves_its_spec(jobs: Jobs) -> None:
     jobs.make("reviews", SERVING)
     before = stored(jobs, "reviews")
+    code, _, err = jobs.finetune("rollback", "reviews")
+    assert code == 1
+    missing = re.search(r"claim (\S+) with its model does not exist; restore it first", err)
+    assert missing is not None, err
+    size = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": missing[1]}, "spec": size}
+    jobs.api.must("create", "-n", jobs.namespace, "-f", "-", stdin=json.dumps(claim))
     code, out, err = jobs.finetune("rollback", "reviews", "--dry-run", "-o", "json")
     assert (code, err) == (0, "")
     result = json.loads(out)

@@ -122,8 +122,8 @@ ACCEPTED = {
     # Rules across the fields of Kubernetes' objects, which the CRD does not repeat.
     "affinity-forms", "env-plain-secrets", "env-token-twice", "image-pull-secrets-twice", "mount-without-volume",
     "volume-progress-token",
-    # Splits are free text for the Hub, whose slices have a syntax of their own.
-    "split-forms",
+    # Splits are free text for the Hub, whose slices have a syntax of their own, and files may have any ending.
+    "other-files", "split-forms",
 }  # fmt: skip
 
 

@@ -98,9 +98,9 @@ def test_an_example_with_gpus_names_one_that_computes_in_bf16(name: str):
 # process in GiB: a plan far below has lost a term.
 SPREAD: dict[str, tuple[tuple[int, int, int], float, tuple[int, int]]] = {
     "mnli-pipeline": ((1, 4, 1), 0.4, (3, 24)),
-    "gpt2-30b": ((8, 2, 2), 30.0, (30, 80)),
+    "gpt2-30b": ((8, 2, 2), 30.0, (40, 80)),
     "gpt2-30b-sharded": ((1, 1, 16), 30.0, (20, 80)),
-    "gpt2-175b": ((8, 4, 2), 174.6, (90, 180)),
+    "gpt2-175b": ((8, 4, 2), 174.6, (100, 180)),
 }
 
 

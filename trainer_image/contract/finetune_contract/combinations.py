@@ -325,6 +325,15 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         rule="must be ddp, fsdp or auto, without zeroStage, with spec.parallelism.tensor or pipeline.degree above 1",
         hint="set strategy to fsdp, ddp or auto and leave zeroStage out, or set tensor and pipeline.degree to 1",
     ),
+    # Replicas of stages wait for each other for ever, with some models (torch 2.15, gloo).
+    Constraint(
+        "fsdp-shards-no-stages",
+        "parallelism.strategy",
+        when=(none_of("pipeline", 1),),
+        needs=(none_of("strategy", "fsdp"),),
+        rule="cannot be fsdp with spec.parallelism.pipeline.degree above 1",
+        hint="set it to ddp or auto, or set pipeline.degree to 1",
+    ),
     Constraint(
         "spread-models-shard-over-all-replicas",
         "parallelism.sharding",

@@ -275,7 +275,7 @@ RULES: tuple[Rule, ...] = (
         "!has(self.endpoint) || !has(self.endpoint.traffic) || !has(self.endpoint.traffic.canaryPercent)"
         " || self.endpoint.traffic.canaryPercent * (self.endpoint.replicas + 1) >= 100",
         lambda spec: spec.endpoint is None or least_canary_percent(spec.endpoint) <= _canary_percent(spec),
-        "is less than the share of one server beside spec.endpoint.replicas",
+        "must be at least the share of one server beside spec.endpoint.replicas",
         "increase it or spec.endpoint.replicas, or leave it out for one server",
         advice=lambda spec: (
             f"set it to {0 if spec.endpoint is None else least_canary_percent(spec.endpoint)} or more, "
