@@ -323,7 +323,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         when=(none_of("model_ranks", 1),),
         needs=(one_of("strategy", "ddp", "fsdp"), one_of("zero_stage")),
         rule="must be ddp, fsdp or auto, without zeroStage, with spec.parallelism.tensor or pipeline.degree above 1",
-        hint="set strategy to fsdp, ddp or auto and leave zeroStage out, or set tensor and pipeline.degree to 1",
+        hint="set strategy to ddp or auto and leave zeroStage out, or set tensor and pipeline.degree to 1",
     ),
     # Replicas of stages wait for each other for ever, with some models (torch 2.15, gloo).
     Constraint(
