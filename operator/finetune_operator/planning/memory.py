@@ -772,8 +772,6 @@ def _gathered(work: Workload, moment: Moment) -> MemoryTerm | None:
     computes and the prefetched one; with ZeRO-3 the largest layers.
     """
     model, width = work.model, work.compute_bytes
-    if work.strategy.name == "fsdp" and work.strategy.pipeline is not None and moment not in ("load", "step"):
-        return MemoryTerm(name="gathered blocks", bytes=width * work.held, formula=f"{width} x {work.held:,} of a pass")
     if work.strategy.name == "fsdp" and moment not in ("load", "ends", "step"):
         tensor = work.strategy.tensor
         root = _root(model) // tensor
@@ -849,10 +847,6 @@ def _fsdp_gradients(work: Workload, moment: Moment, chunked: bool) -> tuple[int,
     """Return the bytes of the gradients that FSDP holds whole at `moment`, and their formula; None: there are none."""
     model, width, tensor = work.model, work.compute_bytes, work.strategy.tensor
     match moment:
-        case "load" | "step":
-            return None
-        case _ if work.strategy.pipeline is not None:
-            return 4 * work.held, f"4 x {work.held:,} of a pass"
         case "head":
             each = 3 * width if chunked else width
             return each * work.head, f"{each} x {work.head:,} of the head"
