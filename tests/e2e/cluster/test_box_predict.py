@@ -11,6 +11,7 @@ import pytest
 
 from box_support.box import Box
 from box_support.box_inputs import readable_by_all
+from box_support.steered_predictions import RELEASED, parts_folder, steered_template
 from box_support.team import Team, stage_of
 from cluster_support.api_access import Object, path_of, wait_until
 from finetune_command import finetune
@@ -68,18 +69,27 @@ def test_pods_predict_the_rows_of_one_process_after_a_deleted_pod(
         "predict": {"dataset": {"uri": f"pvc://{claim}/rows/*.jsonl"}, "workers": PODS, "idColumn": "id"},
         "resources": {"cpu": "1", "memory": "2Gi"},
         "storage": {"size": "1Gi"},
-        "template": {"affinity": {"podAntiAffinity": preference}},
+        "template": {"affinity": {"podAntiAffinity": preference}, **steered_template(team, held=True)},
     })  # fmt: skip
 
-    def works(status: Object) -> bool:
-        running = stage_of(status, "predict").get("state") == "Running"
-        return running and status.get("progress", {}).get("step", 0) > 0
+    def working(status: Object) -> list[Object] | None:
+        folder, pods = parts_folder(team, name), team.pods(name, "predict")
+        ready = [pod for pod in pods if pod["status"].get("phase") == "Running"]
+        begun = folder is not None and any(folder.glob("*/*.arrow"))
+        return ready if begun and len(ready) == PODS else None
 
-    team.wait(name, works, "rows are predicted")
-    pods = {pod["metadata"]["labels"][INDEX_LABEL]: pod for pod in team.pods(name, "predict")}
-    assert len(pods) == PODS
+    pods = {pod["metadata"]["labels"][INDEX_LABEL]: pod for pod in team.wait(name, working, "all pods work")}
     assert {pod["spec"]["nodeName"] for pod in pods.values()} == set(box.nodes)
     box.api.delete(path_of("v1", "pods", team.namespace, pods["0"]["metadata"]["name"]))
+
+    def replacement() -> bool:
+        return any(
+            pod["metadata"]["labels"][INDEX_LABEL] == "0" and pod["metadata"]["uid"] != pods["0"]["metadata"]["uid"]
+            for pod in team.pods(name, "predict")
+        )
+
+    wait_until(replacement, "the pod is replaced", 120, lambda: team.describe(name))
+    (team.results(name) / RELEASED).touch()
     status = team.succeeds(name)
     stage = stage_of(status, "predict")
     assert (stage["attempt"], stage["replacedPods"], status.get("restarts", 0)) == (1, 1, 0)

@@ -19,6 +19,7 @@ import pytest
 
 from box_support.box import Box, on_fragile_nodes
 from box_support.faults import kill_pod, node_off
+from box_support.steered_predictions import HOLD, OUTAGE, parts_folder, steered_template
 from box_support.team import INPUTS, Team, stage_of
 from cluster_support.api_access import ApiError, Object, wait_until
 from finetune_trainer.data.row_shards import LEAST_BYTES, SHARDS
@@ -32,56 +33,6 @@ FILLER = "-" * 2100
 """Text of a column that nobody reads, so that 30 rows are a shard of 64 KiB."""
 SHARD_SECONDS = 1.5
 """Least time of a shard, so that faults find pods at work."""
-_SITE = """
-# Imported by every interpreter of the pod before its program.
-import errno, importlib.util, os, sys, time
-
-
-def slowed(module):
-    answers = module.Answerer.answers
-
-    def slow(self, *given):
-        time.sleep(float(os.environ["SHARD_SECONDS"]))
-        return answers(self, *given)
-
-    module.Answerer.answers = slow
-
-
-def failing(module):
-    write = module.Parts.write
-
-    def written(self, *given):
-        if (self.folder.parents[1] / "outage").exists():
-            raise OSError(errno.EIO, "the workspace does not respond")
-        return write(self, *given)
-
-    module.Parts.write = written
-
-
-CHANGES = {
-    "finetune_trainer.inference.answering": slowed,
-    "finetune_trainer.inference.prediction_parts": failing,
-}
-
-
-class AfterImport:
-    def find_spec(self, name, path=None, target=None):
-        change = CHANGES.pop(name, None)
-        if change is None:
-            return None
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-
-        def loaded(module):
-            load(module)
-            change(module)
-
-        spec.loader.exec_module = loaded
-        return spec
-
-
-sys.meta_path.insert(0, AfterImport())
-"""
 
 
 class Claims:
@@ -107,8 +58,8 @@ class Claims:
         if self._folder is None:
             # A busy API server may answer with an error; the next look asks again.
             with suppress(ApiError):
-                self._folder = self._team.box.bound_folder(self._team.namespace, f"{self._name}-workspace")
-        return Path("/nowhere") if self._folder is None else self._folder / self._name / "predictions.parts"
+                self._folder = parts_folder(self._team, self._name)
+        return self._folder or Path("/nowhere")
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -142,9 +93,7 @@ def write_rows(folder: Path) -> int:
     return -(-size // max(LEAST_BYTES, size // SHARDS))
 
 
-def spec_of(workers: int, template: Object, seconds: float) -> Object:
-    site = "slow-shards"
-    variables = {"PYTHONPATH": f"/mnt/{site}", "SHARD_SECONDS": str(seconds)}
+def spec_of(workers: int, template: Object) -> Object:
     return {
         "task": "text-classification",
         "model": {"uri": f"pvc://{INPUTS}/tiny/classifier"},
@@ -154,12 +103,7 @@ def spec_of(workers: int, template: Object, seconds: float) -> Object:
         "resources": {"cpu": "1", "memory": "2Gi"},
         "storage": {"size": "1Gi"},
         "runPolicy": {"maxRestarts": 20},
-        "template": {
-            **template,
-            "env": [{"name": name, "value": value} for name, value in variables.items()],
-            "volumes": [{"name": site, "configMap": {"name": site}}],
-            "volumeMounts": [{"name": site, "mountPath": f"/mnt/{site}", "readOnly": True}],
-        },
+        "template": template,
     }  # fmt: skip
 
 
@@ -188,13 +132,14 @@ def kill_at_random(team: Team, name: str, claims: Claims, shards: int) -> int:
 
 
 def fail_writes(team: Team, name: str) -> None:
-    """Have writes of parts fail for a while, as on a share whose server does not respond."""
-    mark = team.results(name) / "outage"
+    """Have writes of parts fail for a while, as on a share whose server does not respond; then hold them."""
+    mark = team.results(name) / OUTAGE
     mark.touch()
     ended = [pod["metadata"]["name"] for pod in team.pods(name, "predict")]
     try:
         wait_until(lambda: not set(ended) <= set(running(team, name)), "a pod has lost its storage")
     finally:
+        (team.results(name) / HOLD).touch()
         mark.unlink()
 
 
@@ -202,11 +147,9 @@ def fail_writes(team: Team, name: str) -> None:
 def test_pods_predict_the_bytes_of_an_undisturbed_job_after_many_faults(box: Box, team: Team) -> None:
     box.own("losing a node")
     shards = write_rows(box.claim_folder(team.namespace, INPUTS))
-    site = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "slow-shards"}}
-    team.apply_manifest({**site, "data": {"sitecustomize.py": _SITE}})
     calm, name = team.new_name("calm"), team.new_name("struck")
-    team.apply(calm, spec_of(1, {}, 0.0))
-    team.apply(name, spec_of(WORKERS, on_fragile_nodes(box), SHARD_SECONDS))
+    team.apply(calm, spec_of(1, {}))
+    team.apply(name, spec_of(WORKERS, {**on_fragile_nodes(box), **steered_template(team, SHARD_SECONDS)}))
     claims = Claims(team, name)
     with claims.watched():
         killed = kill_at_random(team, name, claims, shards)
@@ -217,6 +160,7 @@ def test_pods_predict_the_bytes_of_an_undisturbed_job_after_many_faults(box: Box
         node = team.pod(running(team, name)[0])["spec"]["nodeName"]
         there = [pod for pod in map(team.pod, running(team, name)) if pod["spec"]["nodeName"] == node]
         with node_off(box, node):
+            (team.results(name) / HOLD).unlink()
             status = team.succeeds(name, patient(600))
     found, expected = (team.results(each) / "predictions.jsonl" for each in (name, calm) if team.succeeds(each))
     assert found.read_bytes() == expected.read_bytes()

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from finetune_trainer.inference.prediction_parts import is_facts
 from process_support.left import left
 from process_support.signals import waits_for
 from suite_plugins.waiting import wait_until
@@ -188,7 +189,8 @@ def test_several_processes_predict_the_bytes_of_one(many_shards: bytes, undistur
 
 
 def finished_parts(folder: Path) -> set[str]:
-    return {file.name for file in folder.glob("predict/predictions.parts/*/*.arrow")}
+    """Return the parts with facts, which are written last."""
+    return {file.stem for file in folder.glob("predict/predictions.parts/*/*.json") if is_facts(file.name)}
 
 
 @pytest.mark.slow
