@@ -7,9 +7,11 @@ import json
 import pytest
 
 from finetune_operator.api.explain import find_field
-from finetune_operator.api.shapes import find, leaves, spec_shape
+from finetune_operator.api.field_names import DOCUMENT, spec_fields
+from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
+from finetune_operator.api.shapes import Fields, find, leaves, spec_shape
 from finetune_operator.api.support import ROWS, SUPPORTED, Row, unsupported
-from finetune_operator.api.types import FineTuneJobSpec
+from finetune_operator.api.types import FineTuneJob, FineTuneJobSpec, SpecModel, StatusModel
 
 
 def within(path: str, block: str) -> bool:
@@ -41,6 +43,23 @@ def test_defaults_need_nothing_that_is_missing() -> None:
     assert unsupported(FineTuneJobSpec.model_validate_json(json.dumps(spec))) == []
     spelled_out = {**spec, "endpoint": None, "runPolicy": {"maxRestarts": 3}, "storage": {"size": "100Gi"}, "spot": {}}
     assert unsupported(FineTuneJobSpec.model_validate_json(json.dumps(spelled_out))) == []
+
+
+def test_defaults_that_are_made_without_validation_are_valid() -> None:
+    models = [*SpecModel.__subclasses__(), *StatusModel.__subclasses__()]
+    defaults = [field.default for model in models for field in model.model_fields.values()]
+    blocks = [default for default in defaults if isinstance(default, SpecModel | StatusModel)]
+    assert len(blocks) > 25
+    for block in (*blocks, CLUSTER_SETTINGS, LOCAL_SETTINGS):
+        assert type(block).model_validate_json(block.model_dump_json(by_alias=True)) == block
+    assert Settings() == CLUSTER_SETTINGS
+
+
+def test_known_names_of_a_document_are_those_of_its_models() -> None:
+    body = spec_shape().body
+    assert isinstance(body, Fields)
+    assert tuple(spec_fields()) == tuple(body.fields)
+    assert tuple(FineTuneJob.model_json_schema()["properties"]) == DOCUMENT
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.path)

@@ -447,7 +447,12 @@ def test_list_of_commands_shows_the_first_line_of_each_help() -> None:
 
 
 HEAVY = ("rich", "yaml", "asyncio", "requests", "kubernetes", "finetune_contract", "finetune_operator.api")
-CHECKS = ("rich", "asyncio", "requests", "kubernetes", "finetune_contract.trainer_job", "finetune_operator.planning")
+FAULTS = ("field_faults", "foreign_files", "foreign_names", "hint_parts", "hints", "meant_values", "name_hints", "crd")
+CHECKS = (
+    *("rich", "asyncio", "requests", "kubernetes", "finetune_contract.trainer_job", "finetune_operator.planning"),
+    *("finetune_operator.settings_file", "finetune_operator.documents.repairs"),
+    *(f"finetune_operator.api.{name}" for name in (*FAULTS, "pod_types", "template", "settings_check")),
+)
 
 
 @pytest.mark.parametrize(
@@ -457,7 +462,7 @@ CHECKS = ("rich", "asyncio", "requests", "kubernetes", "finetune_contract.traine
         ("<TAB>", HEAVY, 310),
         ("plan --<TAB>", HEAVY, 310),
         ("status --help", HEAVY, 310),
-        ("validate job.yaml", CHECKS, 370),
+        ("validate job.yaml", CHECKS, 365),
     ],
 )
 def test_command_imports_only_required_modules(
@@ -488,3 +493,25 @@ def test_command_imports_only_required_modules(
     modules = ran.stderr.split()
     assert [name for name in modules if f"{name}.".startswith(tuple(f"{each}." for each in unwanted))] == []
     assert len(modules) <= most
+
+
+def test_check_of_a_valid_job_builds_no_shapes_and_few_validators(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    program = (
+        "import sys; from finetune_operator.cli.main import main\n"
+        "sys.argv = ['finetune', 'validate', 'job.yaml']\n"
+        "try: main()\n"
+        "finally:\n"
+        "    from finetune_operator.api import shapes, types\n"
+        "    print(shapes.spec_shape.cache_info().misses)\n"
+        "    models = [*types.FineTuneJob.__bases__[0].__subclasses__(), *types.SpecModel.__subclasses__()]\n"
+        "    print(*sorted(model.__name__ for model in models if model.__pydantic_complete__ and model.model_fields))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=patient(300)
+    )
+    assert ran.stdout.splitlines() == [
+        "job.yaml:1: first is valid",
+        "0",
+        "AcceleratorSpec ColumnsSpec FineTuneJobSpec GenerationSpec ObjectMeta PreferenceSpec SplitsSpec",
+    ], ran.stderr

@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 import finetune_contract
 import finetune_operator
 import finetune_trainer
-from finetune_operator.api import deepspeed_overrides, fields, foreign_files, support, template, validation
-from finetune_operator.api.foreign_names import NAMES, VALUES, ForeignName, ForeignValue, find_name, find_value, plain
+from finetune_operator.api import deepspeed_overrides, field_faults, foreign_files, support, template, validation
+from finetune_operator.api.field_names import plain
+from finetune_operator.api.foreign_names import NAMES, VALUES, ForeignName, ForeignValue, find_name, find_value
 from finetune_operator.api.meant_uris import as_uri
 from finetune_operator.api.problems import Problem, format_path
 from finetune_operator.api.rules import RULES
@@ -526,7 +527,7 @@ def test_token_in_a_configuration_of_another_tool_is_reported() -> None:
 
 # ------------------------------------------------------------------------------------------------------------- coverage
 
-MODULES = (validation, fields, support, template, deepspeed_overrides, foreign_files)
+MODULES = (validation, field_faults, support, template, deepspeed_overrides, foreign_files)
 
 
 def problem_lines(module: ModuleType) -> dict[int, str]:

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from pydantic import JsonValue
 
-from finetune_operator.api.fields import Path
+from finetune_operator.api.field_values import Path
 from finetune_operator.api.problems import Problem, describe_value, format_path
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.settings import Settings

@@ -15,11 +15,12 @@ from typing import Any, TypeAlias
 import yaml
 from pydantic import BaseModel
 
-from finetune_operator.api.pod_types import Affinity, EnvVar, PodSecurityContext, Toleration, Volume, VolumeMount
+from finetune_operator.api.pod_types import Affinity, EnvVar, PodSecurityContext, Volume, VolumeMount
 from finetune_operator.api.problems import HUB_TOKEN_PATTERN
 from finetune_operator.api.rules import RULES
 from finetune_operator.api.rules.resource_rules import MUTABLE
 from finetune_operator.api.rules.rule import Rule
+from finetune_operator.api.selector_types import Toleration
 from finetune_operator.api.shapes import (
     Anything,
     Body,

@@ -24,10 +24,7 @@ from finetune_contract.hub import is_hub_name
 from finetune_operator.api.allowed import allowed_problems, named_uris
 from finetune_operator.api.copied import settle
 from finetune_operator.api.deepspeed_overrides import override_problems
-from finetune_operator.api.fields import Path, value_at
-from finetune_operator.api.hints import owned_key
-from finetune_operator.api.meant_uris import hub_name_hint
-from finetune_operator.api.name_hints import argument_name
+from finetune_operator.api.field_values import Path, value_at
 from finetune_operator.api.problems import (
     Problem,
     Reason,
@@ -38,7 +35,6 @@ from finetune_operator.api.rules import RULES, SOMETHING_TO_DO
 from finetune_operator.api.rules.rule import Rule
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.support import served_schemes, unsupported
-from finetune_operator.api.template import template_problems
 from finetune_operator.api.types import (
     HYPERPARAMETER_PATTERN,
     PATTERN_DESCRIPTIONS,
@@ -112,13 +108,20 @@ def across_fields(
         *_arguments(settled),
         *_hyperparameters(spec),
         *override_problems(settled.parallelism.deepspeed_config),
-        *template_problems(spec),
+        *_template(spec),
     )
     faulty = {format_path(("spec", *fault)) for fault in faults if fault not in placed}
     for problem in others:
         ends = [at for at, letter in enumerate(problem.path) if letter in ".["]
         if not any(problem.path[:end] in faulty for end in (*ends, len(problem.path))):
             yield problem
+
+
+def _template(spec: FineTuneJobSpec) -> Iterator[Problem]:
+    if spec.template.model_fields_set:
+        from finetune_operator.api.template import template_problems  # imports the models of all parts of a pod
+
+        yield from template_problems(spec)
 
 
 def _broken(rule: Rule, spec: FineTuneJobSpec, written: JsonValue) -> Problem:
@@ -157,6 +160,9 @@ def _arguments(spec: FineTuneJobSpec) -> Iterator[Problem]:
 
 def _argument_texts(found: ArgumentProblem, given: JsonValue) -> tuple[str, str]:
     """Return rule and hint. The contract's own message is for the trainer's log: it repeats path and value."""
+    from finetune_operator.api.hints import owned_key
+    from finetune_operator.api.name_hints import argument_name
+
     match found.reason:
         case "UnknownArgument":
             hint = argument_name(found.name, given) or found.hint.rstrip(".")
@@ -200,6 +206,8 @@ def _hub_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
         if path.endswith("dataset.uri"):
             name = name.partition("@")[0].removeprefix("datasets/")
         if scheme == "hf" and not is_hub_name(name):
+            from finetune_operator.api.meant_uris import hub_name_hint
+
             yield Problem(path, describe_value(uri), "is not the name of a Hub repository", hub_name_hint(path, name))
 
 

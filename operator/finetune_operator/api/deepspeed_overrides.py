@@ -12,7 +12,6 @@ from difflib import get_close_matches
 from pydantic import JsonValue
 
 from finetune_operator.api.deepspeed_keys import KNOWN_KEYS, OPEN_SECTIONS
-from finetune_operator.api.hints import owned_key
 from finetune_operator.api.problems import Problem, describe_value, format_path
 
 OWNED_KEYS: Mapping[tuple[str, ...], str] = {
@@ -53,6 +52,8 @@ def _problems(values: Mapping[str, JsonValue], parents: tuple[str, ...]) -> Iter
         where, shown = format_path(full), describe_value(value, full)
         known_keys = KNOWN_KEYS.get(parents)
         if path in OWNED_KEYS:
+            from finetune_operator.api.hints import owned_key
+
             field = OWNED_KEYS[path]
             yield Problem(
                 where,

@@ -6,22 +6,21 @@ fine beside a FineTuneJob; in a file without one, somebody mistook it for one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pydantic import JsonValue
 
 from finetune_contract.arguments import known_arguments
+from finetune_operator.api.field_names import DOCUMENT, spec_fields
 from finetune_operator.api.foreign_names import AXOLOTL, DEEPSPEED, FACTORY, HF, find_name, find_value, written
 from finetune_operator.api.hint_parts import rows_of_a_step, shown_value
 from finetune_operator.api.hints import accepted_field_value, accepted_value, named_inside
 from finetune_operator.api.meant_uris import as_uri, on_hub
 from finetune_operator.api.name_index import place_of
 from finetune_operator.api.problems import Problem
-from finetune_operator.api.shapes import Fields, spec_shape
 from finetune_operator.api.types import API_VERSION, KIND
 from finetune_operator.launchers.launcher_rows import LAUNCHERS
 
-DOCUMENT = ("apiVersion", "kind", "metadata", "spec", "status")
 ACCELERATE = "accelerate"
 _LEAST = 3
 """Minimum names of another tool that make a document its configuration; fewer are reported one by one."""
@@ -73,13 +72,6 @@ def recognise(value: Mapping[str, JsonValue]) -> Problem | None:
         if tool is not None:
             return _configuration_problem(path, tool, {name: inner[name] for name in names}, inner)
     return None
-
-
-def spec_fields() -> Iterator[str]:
-    """Yield the names of the fields of `spec`."""
-    body = spec_shape().body
-    assert isinstance(body, Fields)
-    yield from body.fields
 
 
 def _tool(names: Sequence[str]) -> str | None:

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from pydantic import JsonValue
 
 from finetune_contract.metrics import LOWER_IS_BETTER
+from finetune_operator.api.field_names import plain
 from finetune_operator.launchers.launcher_rows import SUPPORTED
 
 HF, AXOLOTL, FACTORY, DEEPSPEED, KUBERNETES = "Hugging Face", "axolotl", "LLaMA-Factory", "DeepSpeed", "Kubernetes"
@@ -1379,11 +1380,6 @@ VALUES: tuple[ForeignValue, ...] = (
     ForeignValue("spec.launcher", ("slurm", "ray", "rayjob", "sagemaker"), HF, {},
         "leave it out: Kubernetes runs the pods"),
 )  # fmt: skip
-
-
-def plain(name: str) -> str:
-    """Return the lookup key of a name: `per_device_train_batch_size` and `perDeviceTrainBatchSize` have the same."""
-    return re.sub(r"[^a-z0-9./]", "", name.lower())
 
 
 @cache

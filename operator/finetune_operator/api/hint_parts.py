@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from pydantic import JsonValue
 
-from finetune_operator.api.foreign_names import ForeignValue, find_name, plain
+from finetune_operator.api.field_names import plain
+from finetune_operator.api.foreign_names import ForeignValue, find_name
 from finetune_operator.api.meant_uris import CLAIM, as_uri
 from finetune_operator.api.problems import describe_value, is_secret_name, presentable
 from finetune_operator.api.shapes import (

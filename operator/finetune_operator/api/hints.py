@@ -15,7 +15,8 @@ from functools import cache
 from pydantic import JsonValue
 
 from finetune_contract.metrics import METRICS, metrics_of
-from finetune_operator.api.foreign_names import ForeignName, find_name, find_value, plain, written
+from finetune_operator.api.field_names import plain
+from finetune_operator.api.foreign_names import ForeignName, find_name, find_value, written
 from finetune_operator.api.hint_parts import (
     GLOBAL_BATCH,
     NOTHING_AROUND,

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 
-from finetune_operator.api.foreign_names import find_value, plain
+from finetune_operator.api.field_names import plain
+from finetune_operator.api.foreign_names import find_value
 
 _COLUMN_ALIASES = (
     frozenset({

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 import yaml
 from pydantic import JsonValue
 
-from finetune_operator.api.foreign_names import find_value, plain
+from finetune_operator.api.field_names import plain
+from finetune_operator.api.foreign_names import find_value
 from finetune_operator.api.problems import CUT, HIDDEN, holds_secret, is_secret_name
 from finetune_operator.api.shapes import Boolean, Fields, Items, Map, Number, Shape, Text, accepts
 

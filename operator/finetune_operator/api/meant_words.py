@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from finetune_contract.metrics import LOWER_IS_BETTER, METRICS, metrics_of
-from finetune_operator.api.foreign_names import plain
+from finetune_operator.api.field_names import plain
 
 _LIMIT_WORDS: Mapping[str, str] = {
     **dict.fromkeys(("min", "minimum", "threshold", "least", "target", "required"), "minimum"),

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pydantic import JsonValue
 
 from finetune_operator.api.deepspeed_keys import KNOWN_KEYS
-from finetune_operator.api.foreign_names import ForeignName, find_name, find_value, plain, written
+from finetune_operator.api.field_names import plain
+from finetune_operator.api.foreign_names import ForeignName, find_name, find_value, written
 from finetune_operator.api.hint_parts import (
     GLOBAL_BATCH,
     MICRO_BATCH,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 from finetune_contract.arguments import FREE
-from finetune_operator.api.foreign_names import plain
+from finetune_operator.api.field_names import plain
 from finetune_operator.api.meant_words import meaning
 from finetune_operator.api.problems import PathPart
 from finetune_operator.api.shapes import (

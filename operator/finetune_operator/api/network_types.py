@@ -3,13 +3,11 @@
 Read here, so that a misspelt key is reported with the settings and not by every job that the API server refuses.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, StringConstraints
 
-from finetune_operator.api.pod_types import LabelSelector
+from finetune_operator.api.selector_types import LabelSelector
 from finetune_operator.api.types import SpecModel
 
 Port: TypeAlias = Annotated[int, Field(ge=1, le=65_535)]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from finetune_contract.choices import OptimizerName, Task
 from finetune_operator.api.copied import settle
-from finetune_operator.api.fields import value_at
+from finetune_operator.api.field_values import value_at
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.types import FineTuneJobSpec
 

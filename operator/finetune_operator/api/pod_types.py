@@ -5,12 +5,11 @@ in the pod, away from the file. Fields and values that PodSecurity `restricted` 
 the reasons. Fields are those of core/v1 in Kubernetes 1.30 to 1.36.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, StringConstraints
 
+from finetune_operator.api.selector_types import LabelSelector, ShortText
 from finetune_operator.api.types import (
     DATA_KEY_PATTERN,
     ENV_PATTERN,
@@ -23,7 +22,6 @@ from finetune_operator.api.types import (
     SpecModel,
 )
 
-ShortText: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Mode: TypeAlias = Annotated[int, Field(ge=0, le=0o777)]
 DataKey: TypeAlias = Annotated[str, StringConstraints(pattern=DATA_KEY_PATTERN, max_length=253)]
 Id: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -256,27 +254,6 @@ class VolumeMount(SpecModel):
 # ----------------------------------------------------------------------------------------------------------- scheduling
 
 
-class Toleration(SpecModel):
-    """Toleration of a taint."""
-
-    key: str | None = Field(
-        default=None, description="Key of the taint. If unset, with operator Exists, any key matches."
-    )
-    operator: Literal["Exists", "Equal"] = Field(
-        default="Equal",
-        description="Relation to the taint: Exists matches any value, Equal the given one. Defaults to Equal.",
-    )
-    value: str | None = Field(
-        default=None, description="Value of the taint, for operator Equal. Defaults to the empty value."
-    )
-    effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
-        default=None, description="Effect of the taint. Defaults to any effect."
-    )
-    toleration_seconds: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = Field(
-        default=None, description="Seconds for which a NoExecute taint is tolerated. If unset, it is tolerated forever."
-    )
-
-
 class NodeRequirement(SpecModel):
     """A condition on a label or field of a node."""
 
@@ -311,29 +288,6 @@ class NodeAffinity(SpecModel):
     required: NodeTerms | None = Field(default=None, alias="requiredDuringSchedulingIgnoredDuringExecution")
     preferred: tuple[PreferredNodeTerm, ...] | None = Field(
         default=None, alias="preferredDuringSchedulingIgnoredDuringExecution"
-    )
-
-
-class LabelRequirement(SpecModel):
-    """Requirement on a label."""
-
-    key: ShortText = Field(description="Key of the label. Required.")
-    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"] = Field(
-        description="Relation of the label to values. Required."
-    )
-    values: tuple[str, ...] | None = Field(
-        default=None, description="Values for operators In and NotIn; unset for Exists and DoesNotExist."
-    )
-
-
-class LabelSelector(SpecModel):
-    """Selector of objects by their labels."""
-
-    match_labels: dict[str, str] | None = Field(
-        default=None, description="Labels with their values, all of which must match. Defaults to none."
-    )
-    match_expressions: tuple[LabelRequirement, ...] | None = Field(
-        default=None, description="Requirements on labels, all of which must hold. Defaults to none."
     )
 
 

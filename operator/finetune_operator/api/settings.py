@@ -4,13 +4,12 @@ A cluster's operator reads them from one YAML file, which `settings_check` check
 cluster uses `LOCAL_SETTINGS`.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, TypeAlias, get_args
 
 from pydantic import Field, StringConstraints
 
-from finetune_operator.api.network_types import EgressRule, Peer, Port
+from finetune_operator.api.network_types import EgressRule, IpBlock, Peer, Port
+from finetune_operator.api.selector_types import LabelSelector
 from finetune_operator.api.settings_allow import Allow
 from finetune_operator.api.settings_nodes import HardwareRow, NodeNetwork, Nodes, ResourceName, Spot
 from finetune_operator.api.types import (
@@ -170,13 +169,15 @@ class Progress(SpecModel):
 
 
 def _pods_in(namespace: str) -> Peer:
-    return Peer.model_validate({"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}})
+    return Peer.model_construct(
+        namespace_selector=LabelSelector.model_construct(match_labels={"kubernetes.io/metadata.name": namespace})
+    )
 
 
 RESOLVERS = (
     _pods_in("kube-system"),
     _pods_in("openshift-dns"),
-    Peer.model_validate({"ipBlock": {"cidr": "169.254.20.10/32"}}),
+    Peer.model_construct(ip_block=IpBlock.model_construct(cidr="169.254.20.10/32")),
 )
 
 
@@ -249,17 +250,23 @@ class Settings(SpecModel):
     namespaces: tuple[DnsLabel, ...] = Field(
         default=(), description="Namespaces whose jobs the operator runs. Defaults to all."
     )
-    defaults: Defaults = Field(default=Defaults(), description="Defaults of fields that a job leaves unset.")
-    limits: Limits = Field(default=Limits(), description="Timeouts and retries.")
-    progress: Progress = Field(default=Progress(), description="Progress reports of pods.")
-    spot: Spot = Field(default=Spot(), description="Spot nodes.")
-    spark: Spark = Field(
-        default=Spark(), description="Image and service account of engine spark in preparation and predict."
+    defaults: Defaults = Field(
+        default=Defaults.model_construct(), description="Defaults of fields that a job leaves unset."
     )
-    network_policy: Network = Field(default=Network(), description="Network access of the pods of jobs.")
+    limits: Limits = Field(default=Limits.model_construct(), description="Timeouts and retries.")
+    progress: Progress = Field(default=Progress.model_construct(), description="Progress reports of pods.")
+    spot: Spot = Field(default=Spot.model_construct(), description="Spot nodes.")
+    spark: Spark = Field(
+        default=Spark.model_construct(),
+        description="Image and service account of engine spark in preparation and predict.",
+    )
+    network_policy: Network = Field(
+        default=Network.model_construct(), description="Network access of the pods of jobs."
+    )
 
     allow: Allow = Field(
-        default=Allow(), description="Resources of their namespace that jobs may use, and their maximum size."
+        default=Allow.model_construct(),
+        description="Resources of their namespace that jobs may use, and their maximum size.",
     )
     schemes: tuple[Scheme, ...] = Field(default=CLUSTER_SCHEMES, description="URI schemes that jobs may use.")
     git_hosts: tuple[str, ...] = Field(
@@ -279,16 +286,16 @@ class Settings(SpecModel):
         default=(),
         description="GPUs in addition to the built-in table (docs/hardware.md), or overrides of its values.",
     )
-    nodes: Nodes = Field(default=Nodes(), description="Sources of facts about the GPUs of nodes.")
+    nodes: Nodes = Field(default=Nodes.model_construct(), description="Sources of facts about the GPUs of nodes.")
     network: NodeNetwork = Field(
-        default=NodeNetwork(), description="Network between the nodes of a training with GPUs."
+        default=NodeNetwork.model_construct(), description="Network between the nodes of a training with GPUs."
     )
-    planning: Planning = Field(default=Planning(), description="Margins of plans.")
+    planning: Planning = Field(default=Planning.model_construct(), description="Margins of plans.")
 
     def progress_deadline(self, policy: RunPolicySpec) -> int:
         """Return the seconds without progress after which an attempt is stopped: the job's, or else ours; 0: never."""
         return policy.progress_deadline_seconds or self.limits.progress_seconds
 
 
-CLUSTER_SETTINGS = Settings()
-LOCAL_SETTINGS = Settings(schemes=get_args(Scheme))
+CLUSTER_SETTINGS = Settings.model_construct()
+LOCAL_SETTINGS = Settings.model_construct(schemes=get_args(Scheme))

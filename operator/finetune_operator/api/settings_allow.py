@@ -1,7 +1,5 @@
 """Settings of what jobs may use: Secrets, ConfigMaps, environment variables and the like, by profile or by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Literal, TypeAlias, get_args
 

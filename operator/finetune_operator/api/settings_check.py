@@ -9,10 +9,12 @@ from __future__ import annotations
 import fnmatch
 import ipaddress
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 
 from pydantic import JsonValue
 
-from finetune_operator.api.fields import Path, Read, read_fields, without_nulls
+from finetune_operator.api.field_values import Path, Read
+from finetune_operator.api.fields import read_fields, without_nulls
 from finetune_operator.api.network_types import Peer
 from finetune_operator.api.problems import Problem, describe_value, format_path
 from finetune_operator.api.quantities import parse_quantity
@@ -30,7 +32,7 @@ def check_settings(value: JsonValue) -> tuple[Settings | None, list[Problem]]:
 
     Nothing (an empty file) means the defaults.
     """
-    shape = shape_of(Settings)
+    shape = cache(partial(shape_of, Settings))
     read = read_fields(Settings, shape, without_nulls({} if value is None else value, shape))
     problems = list(read.problems)
     if read.value is not None:

@@ -1,12 +1,10 @@
 """Settings of the cluster's nodes: their GPUs, labels and networks."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, StringConstraints
 
-from finetune_operator.api.pod_types import Toleration
+from finetune_operator.api.selector_types import Toleration
 from finetune_operator.api.types import (
     Count,
     Quantity,
@@ -177,8 +175,10 @@ SPOT_NODES: tuple[dict[str, str], ...] = (
 set by themselves.
 """
 SPOT_TOLERATIONS = (
-    Toleration(key="cloud.google.com/gke-spot", operator="Equal", value="true", effect="NoSchedule"),
-    Toleration(key="kubernetes.azure.com/scalesetpriority", operator="Equal", value="spot", effect="NoSchedule"),
+    Toleration.model_construct(key="cloud.google.com/gke-spot", operator="Equal", value="true", effect="NoSchedule"),
+    Toleration.model_construct(
+        key="kubernetes.azure.com/scalesetpriority", operator="Equal", value="spot", effect="NoSchedule"
+    ),
 )
 """Tolerations of the taints that GKE (Autopilot and auto-provisioned pools) and AKS set; EKS and Karpenter set none."""
 

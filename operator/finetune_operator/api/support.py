@@ -14,7 +14,7 @@ from typing import get_args
 from pydantic import JsonValue
 
 from finetune_operator.api.problems import Problem, any_of, describe_value
-from finetune_operator.api.shapes import Fields, Shape, find, spec_shape
+from finetune_operator.api.shapes import Fields, find, spec_shape
 from finetune_operator.api.types import FineTuneJobSpec, Scheme
 from finetune_operator.launchers.launcher_rows import TRAINING
 
@@ -167,12 +167,16 @@ def unsupported(spec: FineTuneJobSpec, schemes: Sequence[str] | None = None) -> 
     value = spec.model_dump(mode="json", by_alias=True, exclude_none=True)
     problems: list[Problem] = []
     for row in ROWS:
-        parts = row.path.split(".")
-        shape = find(spec_shape(), parts)
-        if shape is None:
-            raise LookupError(f"the API has no field spec.{row.path}")
-        problems.extend(_problems(row, row.path, shape, _get(value, parts), schemes))
+        given = _get(value, row.path.split("."))
+        if not _is_supported(row, given):
+            problems.extend(_problems(row, row.path, given, schemes))
     return problems
+
+
+def _is_supported(row: Row, value: JsonValue) -> bool:
+    """Return True if the value is supported whatever the default is, which is read from shapes: they take long."""
+    scheme = value.partition("://")[0] if isinstance(value, str) else None
+    return value is None or value in row.values or scheme in row.schemes
 
 
 def _get(value: JsonValue, parts: list[str]) -> JsonValue:
@@ -181,16 +185,16 @@ def _get(value: JsonValue, parts: list[str]) -> JsonValue:
     return value
 
 
-def _problems(row: Row, path: str, shape: Shape, value: JsonValue, schemes: Sequence[str] | None) -> list[Problem]:
+def _problems(row: Row, path: str, value: JsonValue, schemes: Sequence[str] | None) -> list[Problem]:
     """Refuse a block that is there by default field by field, an optional one as a whole."""
+    shape = find(spec_shape(), path.split("."))
+    if shape is None:
+        raise LookupError(f"the API has no field spec.{path}")
     if isinstance(shape.body, Fields) and isinstance(value, Mapping) and shape.default is not None:
-        inner = shape.body.fields
         return [
-            found for name in inner for found in _problems(row, f"{path}.{name}", inner[name], value.get(name), schemes)
+            found for name in shape.body.fields for found in _problems(row, f"{path}.{name}", value.get(name), schemes)
         ]
-    if value is None or value == shape.default or value in row.values:
-        return []
-    if isinstance(value, str) and value.partition("://")[0] in row.schemes:
+    if value == shape.default or _is_supported(row, value):
         return []
     return [
         Problem(

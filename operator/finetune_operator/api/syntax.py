@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import JsonValue
 
-from finetune_operator.api.fields import Path
+from finetune_operator.api.field_values import Path
 from finetune_operator.api.problems import Problem, describe_value, format_path
 from finetune_operator.api.types import DNS_LABEL_PATTERN
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TypeVar
 
 from pydantic import BaseModel, JsonValue
 
-from finetune_operator.api.fields import Path, read_fields, without_nulls
-from finetune_operator.api.pod_types import Affinity, EnvVar, PodSecurityContext, Toleration, Volume, VolumeMount
+from finetune_operator.api.field_values import Path
+from finetune_operator.api.fields import read_fields, without_nulls
+from finetune_operator.api.pod_types import Affinity, EnvVar, PodSecurityContext, Volume, VolumeMount
 from finetune_operator.api.problems import (
     HIDDEN,
     Problem,
@@ -26,6 +27,7 @@ from finetune_operator.api.problems import (
     is_secret_name,
 )
 from finetune_operator.api.quantities import parse_quantity, size_hint, too_small_rule
+from finetune_operator.api.selector_types import Toleration
 from finetune_operator.api.shapes import Shape, shape_of
 from finetune_operator.api.syntax import LABEL_KEY_RULE, LABEL_VALUE_RULE, is_label_key, is_label_value, label_problems
 from finetune_operator.api.types import FineTuneJobSpec, SecretKeySpec, TemplateSpec
@@ -130,7 +132,7 @@ def template_problems(spec: FineTuneJobSpec) -> Iterator[Problem]:
 
 def _read(model: type[Model], value: JsonValue, path: Path) -> tuple[Model | None, tuple[Problem, ...]]:
     """Return the object without its faults, and their problems."""
-    shape = _shape(model)
+    shape = partial(_shape, model)
     read = read_fields(model, shape, without_nulls(value, shape), path)
     return read.value, read.problems
 

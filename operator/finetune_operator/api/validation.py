@@ -19,10 +19,9 @@ from itertools import chain, islice
 from pydantic import JsonValue
 
 from finetune_operator.api.cross_checks import across_fields
-from finetune_operator.api.fields import Path, read_fields, unknown_field, without_nulls
-from finetune_operator.api.foreign_files import DOCUMENT, recognise, spec_fields
-from finetune_operator.api.foreign_names import plain
-from finetune_operator.api.meant_values import unwrapped
+from finetune_operator.api.field_names import DOCUMENT, plain, spec_fields
+from finetune_operator.api.field_values import Path
+from finetune_operator.api.fields import read_fields, without_nulls
 from finetune_operator.api.notices import notices
 from finetune_operator.api.problems import (
     HIDDEN,
@@ -66,7 +65,7 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
         ]
     if exceeded := _exceeded_limit(value):
         return None, [exceeded]
-    if other := recognise(value):
+    if other := _of_another_tool(value):
         return None, [*islice(_tokens(value, ()), MOST_PROBLEMS), other]
     framed = _framed(value)
     outside_spec = chain(_tokens(value, ()), _frame(value), _metadata(framed.get("metadata"), value.get("name")))
@@ -82,12 +81,14 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
         dashes = ", without the dashes" if isinstance(spec_value, list) else ""
         hint = f"write its fields below it{dashes}"
         problems.append(Problem("spec", describe_value(spec_value), "must be an object", hint))
+        from finetune_operator.api.meant_values import unwrapped
+
         spec_value = unwrapped(spec_value)
         if not isinstance(spec_value, dict):
             return None, problems
     beside_kind = {name: value[name] for name in spec_fields() if name in value and name not in spec_value}
-    written = without_nulls({**beside_kind, **spec_value}, spec_shape())
-    read = read_fields(FineTuneJobSpec, spec_shape(), written, ("spec",), _PLACEHOLDERS, settings.schemes)
+    written = without_nulls({**beside_kind, **spec_value}, spec_shape)
+    read = read_fields(FineTuneJobSpec, spec_shape, written, ("spec",), _PLACEHOLDERS, settings.schemes)
     spec = read.value
     problems.extend(read.problems)
     if spec is not None:
@@ -98,8 +99,8 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
     metadata = value["metadata"]
     assert isinstance(metadata, dict), "a valid job has metadata"
     known = ObjectMeta.model_validate({name: given for name, given in metadata.items() if given is not None})
-    frame = {"apiVersion": API_VERSION, "kind": KIND, "metadata": known, "spec": spec}
-    return FineTuneJob.model_validate(frame), []
+    # Its parts are valid. Validating the whole would build the validators of the status, which no file has.
+    return FineTuneJob.model_construct(api_version=API_VERSION, kind=KIND, metadata=known, spec=spec), []
 
 
 def notices_for_invalid_job(value: JsonValue, problems: Sequence[Problem]) -> tuple[str, ...]:
@@ -107,7 +108,7 @@ def notices_for_invalid_job(value: JsonValue, problems: Sequence[Problem]) -> tu
     written = value.get("spec") if isinstance(value, dict) else None
     if not isinstance(written, dict) or not problems or any(problem.path in ("", "spec") for problem in problems):
         return ()
-    read = read_fields(FineTuneJobSpec, spec_shape(), without_nulls(written, spec_shape()), ("spec",), _PLACEHOLDERS)
+    read = read_fields(FineTuneJobSpec, spec_shape, without_nulls(written, spec_shape), ("spec",), _PLACEHOLDERS)
     blamed = tuple(problem.path for problem in problems)
     found = () if read.value is None else notices(read.value)
     return tuple(sentence for sentence in found if not sentence.startswith(blamed))
@@ -170,6 +171,25 @@ def _limit_problem(path: Path, rule: str, hint: str) -> Problem:
     return Problem(format_path(path), None, rule, hint)
 
 
+def _of_another_tool(value: Mapping[str, JsonValue]) -> Problem | None:
+    """Return the one problem of a document that is, or whose spec is, another tool's configuration; else None."""
+    spec = value.get("spec")
+    if value.keys() <= set(DOCUMENT) and not (isinstance(spec, dict) and spec.keys() - set(spec_fields())):
+        return None
+    from finetune_operator.api.foreign_files import recognise
+
+    return recognise(value)
+
+
+def _unknown_fields(value: Mapping[str, JsonValue], path: Path, known: Sequence[str]) -> Iterator[Problem]:
+    """Yield the problems of fields of the document, or of its metadata, that are not `known`."""
+    unknown = [name for name in value if name not in known]
+    if unknown:
+        from finetune_operator.api.field_faults import unknown_field
+
+        yield from (unknown_field((*path, name), value[name], known, of_job=True) for name in unknown)
+
+
 def _frame(value: Mapping[str, JsonValue]) -> Iterator[Problem]:
     """Check apiVersion, kind, and fields beside them."""
     framed = _framed(value)
@@ -182,9 +202,7 @@ def _frame(value: Mapping[str, JsonValue]) -> Iterator[Problem]:
             yield Problem(field, describe_value(given), rule, f"write {field}: {expected}", reason="NotSupported")
         elif given != expected:
             yield Problem(field, describe_value(given), f"must be {expected}", f"write {field}: {expected}")
-    for name in value:
-        if name not in DOCUMENT:
-            yield unknown_field((name,), value[name], DOCUMENT, of_job=True)
+    yield from _unknown_fields(value, (), DOCUMENT)
 
 
 def _framed(value: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
@@ -226,9 +244,7 @@ def _metadata(metadata: JsonValue, beside: JsonValue) -> Iterator[Problem]:
             DNS_LABEL_RULE,
             "name an existing namespace, or leave it out",
         )
-    for other in metadata:
-        if other not in _METADATA:
-            yield unknown_field(("metadata", other), metadata[other], _METADATA, of_job=True)
+    yield from _unknown_fields(metadata, ("metadata",), _METADATA)
     yield from _labels(metadata.get("labels"))
     annotations = metadata.get("annotations")
     if annotations is not None and not isinstance(annotations, dict):

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from finetune_operator.api.foreign_files import workload
 from finetune_operator.api.notices import notices
 from finetune_operator.api.problems import PathPart, Problem, format_path
 from finetune_operator.api.settings import LOCAL_SETTINGS, Settings
@@ -23,7 +22,6 @@ from finetune_operator.api.validation import foreign, notices_for_invalid_job, v
 from finetune_operator.cli.console import UsageError
 from finetune_operator.documents import Document, Position, position_of, read_documents
 from finetune_operator.input_file import UnreadableFileError, files_in, read_input, read_stream
-from finetune_operator.settings_file import SettingsError, read_settings_file
 
 STDIN = "-"
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -75,6 +73,8 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
             end = None if following is None else following.line
             ignored = foreign(document.value)
             if ignored is not None:
+                from finetune_operator.api.foreign_files import workload
+
                 program = workload(document.value)
                 if program is not None:
                     programs.append((source, located(document, program)))
@@ -219,6 +219,8 @@ def absent_inputs(entry: JobEntry) -> tuple[Problem, ...]:
 
 def read_settings(file: Path) -> Settings:
     """Read an administrator's settings file. Raise UsageError, with every problem, if it cannot be used."""
+    from finetune_operator.settings_file import SettingsError, read_settings_file
+
     try:
         return read_settings_file(file)
     except SettingsError as error:

@@ -17,7 +17,6 @@ from typing import Protocol
 import yaml
 
 from finetune_operator.api.problems import MAX_DEPTH, Problem, Reason
-from finetune_operator.documents.repairs import repair
 from finetune_operator.documents.scalars import STANDARD_TAG, tag_shown
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -187,6 +186,8 @@ def _repair_hint(
     if comment is not None:
         line = first_line + text.count("\n", 0, comment.start())
         return f"remove the comment in line {line}: JSON has none, and YAML's begin with #", None
+    from finetune_operator.documents.repairs import repair
+
     begin = mark.line if mark is not None and context is None else 0 if context is None else context.line
     found = None if mark is None or len(text) > _LONGEST_REPAIRED else repair(text, mark.line, begin, _error_line)
     if found is not None:

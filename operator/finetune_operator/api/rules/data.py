@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Mapping
 
 from finetune_contract.choices import GPU_RUNGS, RUNG_TASKS, WRITING_TASKS, Task
-from finetune_operator.api.meant_columns import column_of
 from finetune_operator.api.problems import any_of, describe_value
 from finetune_operator.api.rules.rule import Holds, Rule, is_one_of
 from finetune_operator.api.types import DNS_SUBDOMAIN_PATTERN, ColumnsSpec, FineTuneJobSpec, GenerationSpec
@@ -123,6 +122,8 @@ def _column_advice(spec: FineTuneJobSpec, column: str, tasks: tuple[Task, ...], 
             "set spec.task to text-generation, and name the columns source and target: question-answering extracts "
             "the answer from a column context"
         )
+    from finetune_operator.api.meant_columns import column_of
+
     own = column_of(spec.task, column)
     if own is not None and own not in given and own != column:
         name = describe_value(given[column], (column,)).strip('"')

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import reduce
+from typing import Any
 
 from pydantic.alias_generators import to_snake
+from pydantic.fields import FieldInfo
 
 from finetune_operator.api.rules.rule import Rule
-from finetune_operator.api.shapes import Number, Shape, find, spec_shape
-from finetune_operator.api.types import AdapterSpec, CheckpointEverySpec, FineTuneJobSpec, PreferenceSpec, ScriptSpec
+from finetune_operator.api.types import (
+    AdapterSpec,
+    CheckpointEverySpec,
+    FineTuneJobSpec,
+    ModelSpec,
+    PreferenceSpec,
+    ScriptSpec,
+    TrainingSpec,
+)
 
 
 def _every_is_one(spec: FineTuneJobSpec) -> bool:
@@ -31,30 +41,36 @@ _LOOP_ONLY = (
 """Fields that only the built-in loop obeys: beside a script they would be accepted and ignored. Fields that need one of
 them are refused by rules of their own.
 """
+_DEFAULTS: Any = FineTuneJobSpec.model_construct(
+    task="text-classification",
+    model=ModelSpec.model_construct(uri="hf://some/model"),
+    training=TrainingSpec.model_construct(),
+)
+"""Spec whose optional fields have their defaults."""
 _INFERENCE_ONLY = ("preparation.engine", "preparation.maxLength", "preparation.workers")
 """Fields that, beside a script, only affect the rows of evaluate and predict."""
 
 
 def _script_rule(path: str, *, inference: bool = False) -> Rule:
     """Return the rule that a script needs a field's default (`inference`: unless rows are evaluated or predicted)."""
-    parts = path.split(".")
-    shape = find(spec_shape(), parts)
-    assert shape is not None, path
-    default = shape.default
+    parts = [to_snake(part) for part in path.split(".")]
+    block = reduce(getattr, parts[:-1], _DEFAULTS)
+    default = getattr(block, parts[-1])
 
     def holds(spec: FineTuneJobSpec) -> bool:
         if spec.script is None:
             return True
         if inference and (spec.evaluation is not None or spec.predict is not None):
             return True
-        value: object = spec
-        for part in parts:
-            value = getattr(value, to_snake(part))
-        return value == default
+        return bool(reduce(getattr, parts, spec) == default)
 
     free = "!has(self.training) || !has(self.training.script)"
     free += " || has(self.evaluation) || has(self.predict)" if inference else ""
-    kept = f"!has(self.{path})" if default is None else f"self.{path} == {_cel(shape)}"
+    kept = (
+        f"!has(self.{path})"
+        if default is None
+        else f"self.{path} == {_cel(default, type(block).model_fields[parts[-1]])}"
+    )
     passed_on = path.startswith("training.")
     text = "configures the built-in loop, which spec.training.script replaces"
     return Rule(
@@ -69,10 +85,9 @@ def _script_rule(path: str, *, inference: bool = False) -> Rule:
     )
 
 
-def _cel(shape: Shape) -> str:
+def _cel(value: Any, field: FieldInfo) -> str:
     """Return a field's default as CEL writes it: 0 is no value of a number that may have a fraction."""
-    value = shape.default
-    if isinstance(shape.body, Number) and not shape.body.integer and isinstance(value, int):
+    if field.annotation is float:
         value = float(value)
     return f"'{value}'" if isinstance(value, str) else json.dumps(value)
 
@@ -96,7 +111,7 @@ def _stays_inside(path: str, read: Callable[[ScriptSpec], str | None]) -> Rule:
     )
 
 
-_NO_ADAPTER = AdapterSpec()
+_NO_ADAPTER = AdapterSpec.model_construct()
 
 
 RULES: tuple[Rule, ...] = (
@@ -152,7 +167,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "preference-is-of-preference-tuning",
         "preference",
-        f"self.task == 'preference-tuning' || self.preference.beta == {PreferenceSpec().beta}",
+        f"self.task == 'preference-tuning' || self.preference.beta == {PreferenceSpec.model_construct().beta}",
         lambda spec: spec.task == "preference-tuning" or spec.preference == PreferenceSpec(),
         "applies to preference-tuning only",
         "leave spec.preference out",

@@ -7,8 +7,6 @@ of epochs) are taken by the plan, and are `auto` or absent here.
 Descriptions are written for `kubectl explain`: meaning, unit, default, and what leaving the field out does.
 """
 
-from __future__ import annotations
-
 from finetune_operator.api.types.field_types import (
     API_VERSION,
     CATEGORY,

@@ -1,7 +1,5 @@
 """Texts, numbers and patterns that fields of the API are made of, and the bases of all models."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, Literal, Self, TypeAlias
@@ -104,7 +102,10 @@ class SpecModel(BaseModel):
     """Base of everything that people write: unknown fields are errors, types are not coerced, names are
     camelCase only.
 
-    A model's validator is built when it is first used: most commands use few of them.
+    Importing models is a large part of the time of a command, so they leave out what few commands need. A validator is
+    built when it is first used. Defaults that are models are made by `model_construct`, as `Model()` would build a
+    validator to check nothing: pydantic does not validate defaults. Their modules do without
+    `from __future__ import annotations`, with which pydantic compiles each annotation from its text.
     """
 
     model_config = ConfigDict(

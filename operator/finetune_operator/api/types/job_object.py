@@ -1,7 +1,5 @@
 """A FineTuneJob as `kubectl` sees it."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -14,7 +12,9 @@ from finetune_operator.api.types.job_status import FineTuneJobStatus
 class ObjectMeta(BaseModel):
     """The part of Kubernetes' object metadata that we look at; the rest is the API server's business."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel, validate_by_alias=True)
+    model_config = ConfigDict(
+        frozen=True, defer_build=True, extra="ignore", alias_generator=to_camel, validate_by_alias=True
+    )
 
     name: Annotated[str, StringConstraints(min_length=1, max_length=63)]
     namespace: str | None = None
@@ -27,7 +27,9 @@ class ObjectMeta(BaseModel):
 class FineTuneJob(BaseModel):
     """One FineTuneJob as `kubectl` sees it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, validate_by_alias=True)
+    model_config = ConfigDict(
+        frozen=True, defer_build=True, extra="forbid", alias_generator=to_camel, validate_by_alias=True
+    )
 
     api_version: Literal["finetune.dev/v1alpha1"]
     kind: Literal["FineTuneJob"]

@@ -1,7 +1,5 @@
 """The spec of a FineTuneJob."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field
@@ -38,18 +36,20 @@ class FineTuneJobSpec(SpecModel):
         default=None, description="Rows to train and evaluate on. Required if the job trains."
     )
     preparation: PreparationSpec = Field(
-        default=PreparationSpec(), description="Conversion of rows to tokens. If unset, the defaults apply."
+        default=PreparationSpec.model_construct(),
+        description="Conversion of rows to tokens. If unset, the defaults apply.",
     )
     training: TrainingSpec | None = Field(
         default=None,
         description="Training of the model; {} trains with the defaults. If unset, the job does not train.",
     )
     parallelism: ParallelismSpec = Field(
-        default=ParallelismSpec(),
+        default=ParallelismSpec.model_construct(),
         description="Distribution of the model over devices. If unset, the plan chooses it.",
     )
     resources: ResourcesSpec = Field(
-        default=ResourcesSpec(), description="Nodes and devices of the job. Defaults to one node without GPUs."
+        default=ResourcesSpec.model_construct(),
+        description="Nodes and devices of the job. Defaults to one node without GPUs.",
     )
     launcher: Literal["auto", TrainingLauncher] = Field(
         default="auto",
@@ -57,16 +57,16 @@ class FineTuneJobSpec(SpecModel):
         "serves, else plain Jobs." + unsupported_note("not supported yet"),
     )
     storage: StorageSpec = Field(
-        default=StorageSpec(),
+        default=StorageSpec.model_construct(),
         description="Storage of results and caches. If unset, the operator creates a claim for the job.",
     )
     checkpoints: CheckpointsSpec = Field(
-        default=CheckpointsSpec(),
+        default=CheckpointsSpec.model_construct(),
         description="Interval and retention of checkpoints. Defaults to one per epoch and every 10 minutes, of which 3"
         " are retained.",
     )
     spot: SpotSpec = Field(
-        default=SpotSpec(), description="Training on spot nodes. If unset, the job trains on any nodes."
+        default=SpotSpec.model_construct(), description="Training on spot nodes. If unset, the job trains on any nodes."
     )
     evaluation: EvaluationSpec | None = Field(
         default=None,
@@ -77,12 +77,12 @@ class FineTuneJobSpec(SpecModel):
         default=None, description="Batch inference; {} takes the defaults. If unset, the job does not predict."
     )
     generation: GenerationSpec = Field(
-        default=GenerationSpec(),
+        default=GenerationSpec.model_construct(),
         description="Decoding for text-generation, preference-tuning, summarization and translation. If unset, the "
         "defaults apply.",
     )
     preference: PreferenceSpec = Field(
-        default=PreferenceSpec(),
+        default=PreferenceSpec.model_construct(),
         description="Direct preference optimization, for preference-tuning. If unset, the defaults apply.",
     )
     endpoint: EndpointSpec | None = Field(
@@ -91,10 +91,10 @@ class FineTuneJobSpec(SpecModel):
         "model is not served.",
     )
     secrets: SecretsSpec = Field(
-        default=SecretsSpec(), description="References to Secrets. If unset, the job uses none."
+        default=SecretsSpec.model_construct(), description="References to Secrets. If unset, the job uses none."
     )
     template: TemplateSpec = Field(
-        default=TemplateSpec(),
+        default=TemplateSpec.model_construct(),
         description="Pod-level settings, merged into every pod of the job. If unset, none are merged.",
     )
     image: Image | None = Field(default=None, description="Trainer image. Defaults to that of the operator's settings.")
@@ -104,7 +104,7 @@ class FineTuneJobSpec(SpecModel):
         "default.",
     )
     run_policy: RunPolicySpec = Field(
-        default=RunPolicySpec(),
+        default=RunPolicySpec.model_construct(),
         description="Suspension, deadlines, restarts and clean-up of the job. If unset, the defaults apply.",
     )
 

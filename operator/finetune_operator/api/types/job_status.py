@@ -1,7 +1,5 @@
 """The status of a FineTuneJob, as the operator writes it."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, JsonValue, StringConstraints, WithJsonSchema
@@ -163,7 +161,7 @@ class PlanStatus(StatusModel):
     memory_per_device: dict[str, int] = Field(
         default_factory=dict, description="Estimated device memory in bytes by component, and the total."
     )
-    estimated: EstimateStatus = Field(default=EstimateStatus(), description="Expected time and cost.")
+    estimated: EstimateStatus = Field(default=EstimateStatus.model_construct(), description="Expected time and cost.")
     data_parallel: int | None = Field(
         default=None,
         ge=1,
@@ -433,9 +431,9 @@ class CanaryStatus(StatusModel):
         "revision.",
     )
     serving: RequestsStatus = Field(
-        default=RequestsStatus(), description="Requests to the serving revision during the canary."
+        default=RequestsStatus.model_construct(), description="Requests to the serving revision during the canary."
     )
-    canary: RequestsStatus = Field(default=RequestsStatus(), description="Requests to the canary.")
+    canary: RequestsStatus = Field(default=RequestsStatus.model_construct(), description="Requests to the canary.")
     problem: str | None = Field(
         default=None, max_length=1024, description="Reason why the servers' metrics cannot be read. Unset if they can."
     )

@@ -1,7 +1,5 @@
 """The model to start from, the rows to learn from, and how rows become tokens."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -53,7 +51,7 @@ class ModelSpec(SpecModel):
         "allows the repository. Defaults to false.",
     )
     adapter: AdapterSpec = Field(
-        default=AdapterSpec(), description="Adapter training. If unset, all weights are trained."
+        default=AdapterSpec.model_construct(), description="Adapter training. If unset, all weights are trained."
     )
 
 
@@ -158,10 +156,11 @@ class DatasetSpec(SpecModel):
         "configuration.",
     )
     splits: SplitsSpec = Field(
-        default=SplitsSpec(), description="Names of the splits. Defaults to train, validation and test."
+        default=SplitsSpec.model_construct(), description="Names of the splits. Defaults to train, validation and test."
     )
     columns: ColumnsSpec = Field(
-        default=ColumnsSpec(), description="Names of the columns. Defaults to the column names of the task."
+        default=ColumnsSpec.model_construct(),
+        description="Names of the columns. Defaults to the column names of the task.",
     )
     labels: Annotated[dict[str, Text], Field(max_length=1024)] = Field(
         default={},

@@ -1,7 +1,5 @@
 """Distribution of the model over devices."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
@@ -74,7 +72,7 @@ class ParallelismSpec(SpecModel):
         "over the replicas. Needs strategy fsdp. Defaults to full.",
     )
     offload: OffloadSpec = Field(
-        default=OffloadSpec(),
+        default=OffloadSpec.model_construct(),
         description="State outside of device memory. Offload of optimizer state and parameters needs strategy "
         "deepspeed or fsdp. If unset, nothing is offloaded unless strategy auto needs it.",
     )
@@ -85,7 +83,7 @@ class ParallelismSpec(SpecModel):
         " to 1: no tensor parallelism, unless strategy auto needs it.",
     )
     pipeline: PipelineSpec = Field(
-        default=PipelineSpec(), description="Pipeline parallelism. If unset, there is no pipeline."
+        default=PipelineSpec.model_construct(), description="Pipeline parallelism. If unset, there is no pipeline."
     )
     sequence: Annotated[int, Field(ge=1, le=4096)] = Field(
         default=1,

@@ -1,7 +1,5 @@
 """Settings of the pods, and the run policy of a job."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints

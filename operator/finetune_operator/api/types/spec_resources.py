@@ -1,7 +1,5 @@
 """Nodes, devices, claims, Secrets, checkpoints and spot capacity of a job."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
@@ -73,7 +71,7 @@ class ResourcesSpec(SpecModel):
         default="auto", description="Size of /dev/shm, e.g. 8Gi. Defaults to auto: the plan decides."
     )
     accelerator: AcceleratorSpec = Field(
-        default=AcceleratorSpec(), description="GPU that the job requests. If unset, any GPU is used."
+        default=AcceleratorSpec.model_construct(), description="GPU that the job requests. If unset, any GPU is used."
     )
     network: Literal["auto", "tcp", "rdma", "efa"] = Field(
         default="auto",

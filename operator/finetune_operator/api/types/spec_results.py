@@ -1,7 +1,5 @@
 """Uses of a trained model: evaluation, generation, prediction and serving."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
@@ -205,7 +203,9 @@ class EndpointSpec(SpecModel):
         description="Average number of requests in flight per server, above which servers are added. Needs maxReplicas,"
         " and a cluster that serves the custom metrics API. If unset, servers are added above 70 % of the CPU request.",
     )
-    resources: EndpointResourcesSpec = Field(default=EndpointResourcesSpec(), description="Resources of each server.")
+    resources: EndpointResourcesSpec = Field(
+        default=EndpointResourcesSpec.model_construct(), description="Resources of each server."
+    )
     max_latency_milliseconds: Annotated[int, Field(ge=1, le=600_000)] = Field(
         default=100,
         description="Target latency of a request in milliseconds, for which batches are composed. Defaults to 100.",

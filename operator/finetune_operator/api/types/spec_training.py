@@ -1,7 +1,5 @@
 """Training of the model: the built-in loop, or a program of the user."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, StringConstraints
