@@ -67,7 +67,30 @@ def notices(spec: FineTuneJobSpec) -> tuple[str, ...]:
     settled = settle(spec)
     more = len(settled.notes) - MOST_NOTICES
     rest = (f"{more} more settings are ignored or mapped to fields",) if more > 0 else ()
-    return (*settled.notes[:MOST_NOTICES], *rest, *_unusual(settled.spec))
+    return (*settled.notes[:MOST_NOTICES], *rest, *_unusual(settled.spec), *_of_servers(settled.spec))
+
+
+LEAST_SERVER = "900Mi"
+"""Memory below which no server starts: a process that has imported torch and transformers takes 880 MiB."""
+
+
+def _of_servers(spec: FineTuneJobSpec) -> Iterator[str]:
+    """Yield sizes that servers do not take, or that are too small for any of them."""
+    if spec.endpoint is None:
+        return
+    size = spec.endpoint.resources.memory
+    if size is not None and parse_quantity(size) < parse_quantity(LEAST_SERVER):
+        yield (
+            f"spec.endpoint.resources.memory: {size} is less than a server takes without its model; leave it out, and "
+            "the plan sizes it for the model"
+        )
+    if spec.training is None and spec.evaluation is None and spec.predict is None:
+        for name in ("cpu", "memory"):
+            if getattr(spec.resources, name) is not None and getattr(spec.endpoint.resources, name) is None:
+                yield (
+                    f"spec.resources.{name} has no effect on servers, and this job only serves: "
+                    f"spec.endpoint.resources.{name} is that of a server"
+                )
 
 
 def _unusual(spec: FineTuneJobSpec) -> Iterator[str]:
