@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.api.notices import notices
+from finetune_operator.api.notices import notices, null_evaluation
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
 from finetune_operator.api.validation import validate_job
 from mending import job_document, mend
@@ -149,6 +149,16 @@ def test_file_in_a_mounted_volume_is_answered_with_its_claim(settings: Settings)
     assert (problem.path, problem.hint) == ("spec.dataset.uri", claim)
     elsewhere = {"dataset": {"uri": "file:///rows"}, "template": pods}
     assert validate_job(job_document(elsewhere), LOCAL_SETTINGS)[1] == []
+
+
+def test_evaluation_that_is_null_is_reported_as_its_default() -> None:
+    document = job_document({"evaluation": {}})
+    assert list(null_evaluation(document)) == []
+    document["spec"]["evaluation"] = None
+    (sentence,) = null_evaluation(document)
+    assert sentence.startswith("spec.evaluation: null takes its defaults")
+    document["spec"]["training"] = {"script": {"entryPoint": "a.py"}}
+    assert list(null_evaluation(document)) == []
 
 
 def test_memory_that_servers_do_not_take_is_reported() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from pydantic import JsonValue
+
 from finetune_contract.choices import OptimizerName, Task
 from finetune_operator.api.copied import settle
 from finetune_operator.api.fields import value_at
@@ -68,6 +70,17 @@ def notices(spec: FineTuneJobSpec) -> tuple[str, ...]:
     more = len(settled.notes) - MOST_NOTICES
     rest = (f"{more} more settings are ignored or mapped to fields",) if more > 0 else ()
     return (*settled.notes[:MOST_NOTICES], *rest, *_unusual(settled.spec), *_of_servers(settled.spec))
+
+
+def null_evaluation(document: JsonValue) -> Iterator[str]:
+    """Yield the notice about an evaluation that is null, as if that were none."""
+    spec = value_at(document, ("spec",))
+    trains = isinstance(value_at(spec, ("training",)), dict) and value_at(spec, ("training", "script")) is None
+    if trains and isinstance(spec, dict) and "evaluation" in spec and spec["evaluation"] is None:
+        yield (
+            "spec.evaluation: null takes its defaults, as if it were left out: the built-in training always evaluates "
+            "its model, and without a gate any result is a success"
+        )
 
 
 LEAST_SERVER = "900Mi"
