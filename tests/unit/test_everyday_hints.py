@@ -6,13 +6,36 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.api.settings import LOCAL_SETTINGS
+from finetune_operator.api.notices import notices, null_evaluation
+from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
 from finetune_operator.api.validation import validate_job
 from mending import job_document, mend
 
 CHAT = {"task": "text-generation", "model": {"uri": "hf://a/b"}}
 SPOT = {"enabled": True}
 HINTS: tuple[tuple[str, dict[str, Any], str, str], ...] = (
+    ("mixed", {"training": {"precision": "mixed"}}, "training.precision",
+     "write auto (bf16 on GPUs that have it, such as L4 and A100, and fp16 on older ones; to fix one, write bf16 or "
+     "fp16)"),
+    ("amp", {"training": {"amp": True}}, "training.amp", "set spec.training.precision to auto"),
+    ("never two", {"concurrencyPolicy": "Forbid"}, "concurrencyPolicy",
+     "leave it out: concurrencyPolicy belongs to a CronJob that creates the job and runs `finetune wait` until it "
+     "ends"),
+    ("Forbid", {"runPolicy": "Forbid"}, "runPolicy",
+     "leave it out: concurrencyPolicy belongs to a CronJob that creates the job and runs `finetune wait` until it "
+     "ends"),
+    ("no evaluation", {"training": {"eval_strategy": "no"}}, "training.eval_strategy",
+     "leave it out: the built-in training always evaluates its model, and without a gate any result is a success"),
+    ("off", {"evaluation": {"enabled": False}}, "evaluation.enabled",
+     "leave spec.evaluation out: the built-in training always evaluates its model, and without a gate any result is a "
+     "success"),
+    ("server", {"endpoint": {"memory": "3Gi"}}, "endpoint.memory", "move it below spec.endpoint.resources"),
+    ("Databricks", {"mlflow": {"trackingUri": "databricks"}}, "mlflow",
+     'set spec.training.arguments.report_to to ["mlflow"] and spec.template.env to [{"name": "MLFLOW_TRACKING_URI", '
+     '"value": "databricks"}] (for pods; `finetune run` reads these variables from your shell; add DATABRICKS_HOST and '
+     'DATABRICKS_TOKEN)'),
+    ("minimum of nodes", {"resources": {"minNodes": 1}}, "resources.minNodes",
+     "leave it out, and write one number in spec.resources.nodes: it is fixed in this version"),
     ("latency", {"endpoint": {"maxLatency": "0.5s"}}, "endpoint.maxLatencyMilliseconds", "write 500"),
     ("CSV", {"predict": {"format": "csv"}}, "predict.format", "write jsonl (predictions are JSON Lines or Parquet)"),
     ("path", {"predict": {"outputPath": "out/a.csv"}}, "predict.outputPath",
@@ -109,3 +132,43 @@ def test_path_in_a_mounted_claim_is_answered_with_its_uri() -> None:
     spec = {"dataset": {"uri": "/mnt/data/reviews"}, "template": {"volumes": volumes, "volumeMounts": mounts}}
     _, (problem,) = validate_job(job_document(spec), LOCAL_SETTINGS)
     assert problem.hint.startswith("write pvc://team-data/reviews,")
+
+
+@pytest.mark.parametrize("settings", [LOCAL_SETTINGS, CLUSTER_SETTINGS], ids=["local", "cluster"])
+def test_file_in_a_mounted_volume_is_answered_with_its_claim(settings: Settings) -> None:
+    """In one round, wherever the volumes stand: pods read claims by their own URI, and mount them themselves."""
+    volumes: Any = [{"name": "data", "persistentVolumeClaim": {"claimName": "team-data"}}]
+    mounts: Any = [{"name": "data", "mountPath": "/data", "subPath": "2026"}]
+    pods = {"volumes": volumes, "volumeMounts": mounts}
+    data = {"dataset": {"uri": "file:///data/rows"}}
+    found = {problem.path: problem.hint for problem in validate_job(job_document({**data, **pods}), settings)[1]}
+    claim = "write pvc://team-data/2026/rows, the claim and the path in it: pods mount it themselves"
+    itself = "leave it out: pods mount the claim of pvc://team-data/2026/rows themselves"
+    assert found == {"spec.dataset.uri": claim, "spec.volumes": itself, "spec.volumeMounts": itself}
+    _, (problem,) = validate_job(job_document({**data, "template": pods}), settings)
+    assert (problem.path, problem.hint) == ("spec.dataset.uri", claim)
+    elsewhere = {"dataset": {"uri": "file:///rows"}, "template": pods}
+    assert validate_job(job_document(elsewhere), LOCAL_SETTINGS)[1] == []
+
+
+def test_evaluation_that_is_null_is_reported_as_its_default() -> None:
+    document = job_document({"evaluation": {}})
+    assert list(null_evaluation(document)) == []
+    document["spec"]["evaluation"] = None
+    (sentence,) = null_evaluation(document)
+    assert sentence.startswith("spec.evaluation: null takes its defaults")
+    document["spec"]["training"] = {"script": {"entryPoint": "a.py"}}
+    assert list(null_evaluation(document)) == []
+
+
+def test_memory_that_servers_do_not_take_is_reported() -> None:
+    serves = {"training": None, "dataset": None, "endpoint": {}, "resources": {"cpu": 2, "memory": "3Gi"}}
+    job, _ = validate_job(job_document(serves), CLUSTER_SETTINGS)
+    assert job is not None
+    assert [sentence.partition(" has no effect on servers")[0] for sentence in notices(job.spec)] == [
+        "spec.resources.cpu", "spec.resources.memory",
+    ]  # fmt: skip
+    job, _ = validate_job(job_document(serves | {"endpoint": {"resources": {"cpu": 2, "memory": "512Mi"}}}))
+    assert job is not None
+    (sentence,) = notices(job.spec)
+    assert sentence.startswith("spec.endpoint.resources.memory: 512Mi is less than a server takes")

@@ -94,8 +94,28 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "a claim with one colon": ({"dataset": {"uri": "pvc:inputs/rows"}}, "dataset.uri", "write pvc://inputs/rows"),
     "a share of files for a split": (
         {"dataset": {"uri": "file://rows", "splits": {"validation": 0.1}}}, "dataset.splits.validation",
-        "leave it out: 5 % of train are held out if no split is named validation; the Hub also has slices such as "
-        "train[90%:]",
+        "leave it out: 5 % of train are held out; for another fraction, write the rows to train.csv, validation.csv "
+        "and test.csv of a folder that spec.dataset.uri names",
+    ),
+    "a period for an interval": ({"checkpoints": {"every": "every 2 hours"}}, "checkpoints.every",
+        "write {minutes: 120}"),
+    "half an hour for seconds": ({"runPolicy": {"activeDeadlineSeconds": "half an hour"}},
+        "runPolicy.activeDeadlineSeconds", "write 1800"),
+    "a range of nodes": ({"resources": {"nodes": "1-4"}}, "resources.nodes",
+        "write 1, or another number up to 4: a range is not supported here"),
+    "a range of servers": ({"endpoint": {"replicas": {"min": 2, "max": 5}}}, "endpoint.replicas",
+        "set spec.endpoint.replicas to 2 and spec.endpoint.maxReplicas to 5"),
+    "a random seed": ({"training": {"seed": "random"}}, "training.seed",
+        "write 42, or another number of your choice: runs with the same seed are equal"),
+    "values to search": ({"training": {"learningRate": [1e-5, 2e-5]}}, "training.learningRate",
+        "write 1e-05, without the list: a job has one value here, so write a job for each"),
+    "a store of another cloud": ({"dataset": {"uri": "wasbs://raw/x/*.csv"}}, "dataset.uri",
+        "copy the data, and write hf://ORG/NAME, file://PATH or pvc://CLAIM/PATH: wasbs:// is not supported in this "
+        "version",
+    ),
+    "files of Databricks": ({"dataset": {"uri": "dbfs:/rows/*.csv"}}, "dataset.uri",
+        "write file:///dbfs/rows/*.csv, the folder of Databricks' own machines; elsewhere copy the data, and name "
+        "their path",
     ),
     "a claim without its scheme": (
         {"storage": {"workspace": "results"}}, "storage.workspace", "write pvc://results",

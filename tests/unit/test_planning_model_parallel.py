@@ -158,10 +158,10 @@ def test_first_process_of_a_pipeline_has_no_logits():
     [
         # 4 once in the files; the copy of a checkpoint has 12 in each case.
         pytest.param(4, 1, 4 + 12, id="weights in fp32 stay in their files"),
-        # 4 once in the files, 4 / 4 in each of 8 processes.
-        pytest.param(4, 4, 12 + 12, id="tensor ranks copy their shards"),
+        # 4 once in the files, 4 / 4 / 2 stages in each of 8 processes.
+        pytest.param(4, 4, 8 + 12, id="tensor ranks copy their shards"),
         pytest.param(2, 1, 32 + 12, id="others are converted by each process"),
-        pytest.param(2, 2, 48 + 12, id="and then split"),
+        pytest.param(2, 2, 40 + 12, id="and then split"),
     ],
 )
 def test_host_memory_holds_read_and_saved_weights(width: int, tensor: int, needs: int):

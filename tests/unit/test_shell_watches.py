@@ -128,7 +128,7 @@ def test_broken_watch_is_resumed_after_a_pause(case: str, monkeypatch: pytest.Mo
     assert (kube.lists, faults) == (1, [])
 
 
-def test_watch_whose_version_is_gone_is_preceded_by_another_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_with_a_dropped_version_begins_with_another_list(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, kube, faults = following(monkeypatch, ended_after(300.0, GoneError("watch jobs", 410, "Expired", "too old")))
     assert (clock.slept, kube.lists, faults) == ([], 2, [])
 

@@ -25,6 +25,8 @@ from finetune_operator.api.allowed import allowed_problems, named_uris
 from finetune_operator.api.copied import settle
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.field_values import Path, value_at
+from finetune_operator.api.meant_uris import DATA_ENDING, hub_name_hint, rows_in_files
+from finetune_operator.api.mounted_claims import in_claim, on_claim
 from finetune_operator.api.problems import (
     Problem,
     Reason,
@@ -48,7 +50,6 @@ _HUB_SPLIT = re.compile(r"\w+(\.\w+)*(\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\])?(\([^)]*\
 """`_SUB_SPEC_RE` of `datasets/arrow_reader.py`."""
 _SLICE = re.compile(r"\[[^\[\]]*:[^\[\]]*\]$")
 _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%|0?(?P<part>\.[0-9]+)")
-_DATA_ENDING = re.compile(r"\.(jsonl?|csv|tsv|txt|parquet|arrow)(\.(gz|zst|bz2|xz))?$")
 _OTHER_FILE = re.compile(
     r"\.(?:xlsx?|ods|xml|html?|pdf|docx?|zip|tar|tgz|rar|7z|pkl|pickle|db|sqlite|feather|orc|avro|npy|npz|h5|tfrecord)$"
 )
@@ -103,7 +104,8 @@ def across_fields(
         *_hub_names(spec),
         *_split_names(spec),
         *_data_files(spec),
-        *_settings(spec, settings),
+        *_settings(spec, settings, written),
+        *_mounted_paths(spec, settings, written),
         *allowed_problems(spec, settings),
         *_arguments(settled),
         *_hyperparameters(spec),
@@ -206,8 +208,6 @@ def _hub_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
         if path.endswith("dataset.uri"):
             name = name.partition("@")[0].removeprefix("datasets/")
         if scheme == "hf" and not is_hub_name(name):
-            from finetune_operator.api.meant_uris import hub_name_hint
-
             yield Problem(path, describe_value(uri), "is not the name of a Hub repository", hub_name_hint(path, name))
 
 
@@ -227,7 +227,8 @@ def _split_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
     predicted = spec.predict.dataset if spec.predict else None
     for block, rows in (("dataset", spec.dataset), ("predict.dataset", predicted)):
         for role, name in rows.splits.model_dump(exclude_none=True).items() if rows is not None else ():
-            fault = (_hub_split if rows is not None and rows.uri.startswith("hf://") else _file_split)(role, name)
+            uri = "" if rows is None else rows.uri
+            fault = _hub_split(role, name) if uri.startswith("hf://") else _file_split(role, name, uri)
             if fault is not None:
                 yield Problem(f"spec.{block}.splits.{role}", describe_value(name), *fault)
 
@@ -246,31 +247,39 @@ def _hub_split(role: str, name: str) -> tuple[str, str] | None:
     return rule, f"write train[{100 - percent}%:], and train[:{100 - percent}%] for spec.dataset.splits.train"
 
 
-def _file_split(role: str, name: str) -> tuple[str, str] | None:
+def _file_split(role: str, name: str, uri: str) -> tuple[str, str] | None:
     """Return the rule and the hint for a name that is not a file's name without its ending."""
     if _SHARE.fullmatch(name) or _SLICE.search(name):
         rule = "is a fraction of rows, and a split of files is a file name without its extension"
-        default = ": 5 % of train are held out if no split is named validation" if role == "validation" else ""
-        return rule, f"leave it out{default}" + ("" if default else ", and write the rows to separate files")
-    stem = _DATA_ENDING.sub("", name.rpartition("/")[2])
+        return rule, rows_in_files(role, uri)
+    stem = DATA_ENDING.sub("", name.rpartition("/")[2])
     if stem == name or not stem:
         return None
     return "is a split of files, which is a file name without folder and extension", f"write {stem}"
 
 
-def _settings(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
-    """Yield values that the administrator's settings do not allow."""
+def _mounted_paths(spec: FineTuneJobSpec, settings: Settings, written: JsonValue) -> Iterator[Problem]:
+    """Yield paths of this machine that are meant in a volume, by a mount of `written`, the spec's document."""
+    for path, uri in named_uris(spec):
+        if "file" in settings.schemes and uri.startswith("file://") and (claim := on_claim(uri, written)) is not None:
+            yield Problem(
+                path, describe_value(uri), "is a path in a volume of the pods, which read claims by pvc:// only",
+                in_claim(claim),
+            )  # fmt: skip
+
+
+def _settings(spec: FineTuneJobSpec, settings: Settings, written: JsonValue) -> Iterator[Problem]:
+    """Yield values that the administrator's settings do not allow; `written` is the spec's document."""
     for path, uri in named_uris(spec):
         scheme = uri.partition("://")[0]
         if scheme not in settings.schemes:
             allowed = ", ".join(f"{name}://" for name in served_schemes(path.removeprefix("spec."), settings.schemes))
             local = scheme in ("file", "pkg")
             where = "names data on one machine, which pods cannot read" if local else "is not allowed here"
-            yield Problem(
-                path, describe_value(uri), f"{scheme}:// {where}",
-                (f"use {allowed}" if allowed else "leave it out") + (", or run the job with finetune run" * local),
-                reason="Forbidden",
-            )  # fmt: skip
+            hint = (f"use {allowed}" if allowed else "leave it out") + (", or run the job with finetune run" * local)
+            if scheme == "file" and "pvc" in settings.schemes and (claim := on_claim(uri, written)) is not None:
+                hint = in_claim(claim)
+            yield Problem(path, describe_value(uri), f"{scheme}:// {where}", hint, reason="Forbidden")
     if spec.model.trust_remote_code:
         yield from _remote_code(spec.model.uri, settings)
     if spec.image is not None and not any(fnmatch.fnmatchcase(spec.image, glob) for glob in settings.images):

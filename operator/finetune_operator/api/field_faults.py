@@ -18,8 +18,9 @@ from finetune_operator.api.foreign_names import find_value
 from finetune_operator.api.hint_parts import Around
 from finetune_operator.api.hints import missing, wrong_value
 from finetune_operator.api.meant_columns import meant_task
-from finetune_operator.api.meant_uris import CLAIM, is_uri, on_hub
+from finetune_operator.api.meant_uris import is_uri
 from finetune_operator.api.meant_values import named_settings, plain_meaning
+from finetune_operator.api.mounted_claims import in_claim, on_claim
 from finetune_operator.api.name_hints import NameHint, unknown_name
 from finetune_operator.api.problems import MOST_PROBLEMS, PathPart, Problem, Reason, describe_value, format_path
 from finetune_operator.api.shapes import Fields, Items, Map, Shape, accepts, find
@@ -122,32 +123,25 @@ def _field_problem(
     if kind == "missing":
         return Problem(format_path(full), None, "is required", missing(shape, full, schemes), reason="Required")
     rule, hint = wrong_value(shape, full, value, schemes, _around(path, document))
-    if is_uri(shape) and prefix == ("spec",) and (claim := _on_claim(value, document)) is not None:
-        hint = f"write {claim}, the claim and its folder: pods mount it themselves"
+    if is_uri(shape) and prefix == ("spec",) and (claim := on_claim(value, document)) is not None:
+        hint = in_claim(claim)
     reason: Reason = "NotSupported" if shape.body is None and isinstance(value, str) else "Invalid"
     return Problem(format_path(full), describe_value(value, full), rule, hint, reason=reason)
 
 
-def _on_claim(value: JsonValue, document: JsonValue) -> str | None:
-    """Return the URI of a path below a volume mount of a claim, as the document has them; None: it is no such path."""
-    if not isinstance(value, str) or not value.removeprefix("file://").startswith("/"):
-        return None
-    path = value.removeprefix("file://")
-    for block in ((), ("template",)):
-        mounts, volumes = value_at(document, (*block, "volumeMounts")), value_at(document, (*block, "volumes"))
-        claims = {
-            volume.get("name"): value_at(volume, ("persistentVolumeClaim", "claimName"))
-            for volume in (volumes if isinstance(volumes, list) else [])
-            if isinstance(volume, dict) and isinstance(volume.get("name"), str)
-        }
-        for mount in mounts if isinstance(mounts, list) else []:
-            folder = mount.get("mountPath") if isinstance(mount, dict) else None
-            claim = claims.get(mount.get("name")) if isinstance(mount, dict) else None
-            if isinstance(folder, str) and isinstance(claim, str) and CLAIM.fullmatch(claim):
-                folder = folder.rstrip("/")
-                if path == folder or path.startswith(f"{folder}/"):
-                    return f"pvc://{claim}{path.removeprefix(folder)}".rstrip("/")
-    return None
+def _mounted_anyway(spec: JsonValue) -> str | None:
+    """Return the URI in whose place pods mount the claims of all volumes of a spec; None: some volume has another use.
+
+    The paths are those of `dataset.uri` and `model.uri`, in a folder where the volumes are mounted.
+    """
+    volumes = value_at(spec, ("volumes",))
+    uris = [on_claim(value_at(spec, (block, "uri")), spec) for block in ("dataset", "model")]
+    named = {uri.removeprefix("pvc://").partition("/")[0]: uri for uri in uris if uri is not None}
+    for volume in volumes if isinstance(volumes, list) else [None]:
+        claim = value_at(volume, ("persistentVolumeClaim", "claimName"))
+        if not isinstance(claim, str) or claim not in named:
+            return None
+    return next(iter(named.values()), None)
 
 
 def unknown_field(path: Path, value: JsonValue, names: Sequence[str], *, of_job: bool = False) -> Problem:
@@ -172,6 +166,8 @@ def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> Na
     value = value_at(document, path)
     around = _around(path, document)
     hint = unknown_name((*prefix, *path), value, names, of_job=prefix == ("spec",), around=around)
+    if path in (("volumes",), ("volumeMounts",)) and prefix == ("spec",) and (uri := _mounted_anyway(document)):
+        return NameHint(f"leave it out: pods mount the claim of {uri} themselves")
     hint = _at_its_place(hint, path, value, document)
     setting = _SETTING_HINT.fullmatch(hint.text)
     given = value_at(document, tuple(setting[1].split("."))) if setting is not None else None
@@ -216,7 +212,7 @@ def _around(path: Path, document: JsonValue) -> Around:
         task = "text-generation"  # A prompt and its answer, from a data set without texts that contain the answer.
     above = value_at(document, path[:-1])
     data = value_at(document, ("dataset", "uri"))
-    return Around(meant_task(task), on_hub(data), above if isinstance(above, dict) else {}, _processes(document))
+    return Around(meant_task(task), data, above if isinstance(above, dict) else {}, _processes(document))
 
 
 def _processes(document: JsonValue) -> int | None:

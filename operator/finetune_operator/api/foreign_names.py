@@ -65,7 +65,14 @@ class ForeignValue:
     """Hint, as in `ForeignName`."""
 
 
-_DEFAULT_EVALUATION = "leave it out: validation is measured after each epoch"
+DEFAULT_EVALUATION = "leave it out: validation is measured after each epoch"
+_ONE_AT_A_TIME = (
+    "leave it out: concurrencyPolicy belongs to a CronJob that creates the job and runs `finetune wait` until it ends"
+)
+ALWAYS_EVALUATED = (
+    "leave it out: the built-in training always evaluates its model, and without a gate any result is a success"
+)
+"""Hint for every way to ask for a training without evaluation."""
 _REPORTED = "leave it out: every step is reported"
 _RESULTS = (
     "leave it out: results are in runs/NAME (finetune run --workspace DIR), in a cluster in spec.storage.workspace"
@@ -102,8 +109,16 @@ def _claim_size(given: JsonValue) -> Mapping[str, JsonValue]:
     return {"spec.storage.size": size} if isinstance(size, str) else {}
 
 
-_DATA_FILE = re.compile(r"(?:file://)?(?P<folder>.*/)?(?P<stem>[^/]+?)\.(?:jsonl?|csv|tsv|txt|parquet|arrow)(?:\.\w+)?")
-"""Path of a file with rows."""
+def _from_databricks(given: JsonValue) -> JsonValue:
+    """Return a path of Databricks' file system as the URI of its folder; any other value unchanged."""
+    return re.sub(r"^dbfs:/+", "file:///dbfs/", given) if isinstance(given, str) else given
+
+
+_DATA_FILE = re.compile(
+    r"(?P<scheme>file://|pvc://)?(?![A-Za-z][\w+.-]*:)(?P<folder>.*/)?(?P<stem>[^/]+?)"
+    r"\.(?:jsonl?|csv|tsv|txt|parquet|arrow)(?:\.\w+)?"
+)
+"""Path of a file with rows, of no other scheme."""
 _OTHER_FILES = re.compile(
     r"(?:validation|valid|val|dev|eval|evaluation|test)(?:file|files|data|dataset|path|uri|set|csv)?"
 )
@@ -116,18 +131,20 @@ def _data_file(role: str) -> Callable[[JsonValue, Mapping[str, JsonValue]], Mapp
     """
 
     def write(given: JsonValue, beside: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+        given = _from_databricks(given)
         found = _DATA_FILE.fullmatch(given) if isinstance(given, str) else None
         if found is None:
             return {}
         split: Mapping[str, JsonValue] = {f"{_SPLITS}{role}": found["stem"]}
         if role != "train":
             return split
+        scheme = found["scheme"] or "file://"
         if not any(_OTHER_FILES.fullmatch(plain(name)) for name in beside):
-            return {"spec.dataset.uri": f"file://{str(given).removeprefix('file://').removeprefix('./')}"}
+            return {"spec.dataset.uri": f"{scheme}{str(given).removeprefix(scheme).removeprefix('./')}"}
         folder = (found["folder"] or "").removeprefix("./").removesuffix("/") or (
             "/" if found["folder"] == "/" else "./"
         )
-        return {"spec.dataset.uri": f"file://{folder}", **split}
+        return {"spec.dataset.uri": f"{scheme}{folder}", **split}
 
     return write
 
@@ -289,7 +306,8 @@ def _in_four_bits(given: JsonValue) -> Mapping[str, JsonValue]:
 
 def _predictions(given: JsonValue) -> Mapping[str, JsonValue]:
     """Convert the path of a file into the URI of predictions, which are JSON Lines or Parquet."""
-    if not isinstance(given, str) or not given or re.search(r"\s|^[a-z0-9]+://(?<!file://)(?<!pvc://)", given):
+    given = _from_databricks(given)
+    if not isinstance(given, str) or not given or re.search(r"\s|^(?!(?:file|pvc)://)[A-Za-z][\w+.-]*:", given):
         return {}
     uri = given if "://" in given else f"file://{given.removeprefix('./')}"
     named = re.sub(r"\.(?:csv|tsv|json|txt|xlsx?)$", ".jsonl", uri)
@@ -510,14 +528,13 @@ NAMES: tuple[ForeignName, ...] = (
         ("val_set_size", "val_size", "validation_split_percentage", "validation_size", "eval_size",
          "validation_fraction", "dev_size"),
         EVERYBODY, None,
-        "leave it out: 5 % are held out if no split is named validation; for another fraction, write these rows to a "
-        "separate file, and set spec.dataset.splits.validation to its name",
+        "leave it out: 5 % are held out if no split is named validation; for another fraction, write the rows to "
+        "train.csv and validation.csv of a folder that spec.dataset.uri names",
         writes=_held_out("validation"),
     ),
     ForeignName(
         ("test_size", "test_fraction", "test_ratio", "test_split_percentage"), EVERYBODY, None,
-        "leave it out: write these rows to a file named test in a folder with the others, such as test.csv, and set "
-        "spec.dataset.uri to the folder",
+        "leave it out: write the rows to train.csv and test.csv of a folder that spec.dataset.uri names",
         writes=_held_out("test"),
     ),
     ForeignName(
@@ -645,7 +662,7 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("fp8",), AXOLOTL, "spec.training.precision", value="fp8"),
     ForeignName(
         ("mixed_precision", "dtype", "torch_dtype", "compute_dtype", "amp", "half_precision"), EVERYBODY,
-        "spec.training.precision", writes=lambda given: {"spec.training.precision": "fp16"} if given is True else {},
+        "spec.training.precision", writes=lambda given: {"spec.training.precision": "auto"} if given is True else {},
     ),
     ForeignName(
         ("gradient_checkpointing", "activation_checkpoint", "use_gradient_checkpointing", "recompute"), EVERYBODY,
@@ -709,8 +726,13 @@ NAMES: tuple[ForeignName, ...] = (
         under=("", "spec", "training", "parallelism", "runPolicy", "storage"),
     ),
     ForeignName(
+        ("no_eval", "skip_eval", "skip_evaluation", "no_evaluation", "disable_eval", "disable_evaluation",
+         "without_evaluation", "run_evaluation", "run_eval"),
+        EVERYBODY, None, ALWAYS_EVALUATED,
+    ),
+    ForeignName(
         ("eval_steps", "eval_strategy", "evaluation_strategy", "evals_per_epoch", "eval_interval", "do_eval"),
-        EVERYBODY, None, _DEFAULT_EVALUATION,
+        EVERYBODY, None, DEFAULT_EVALUATION,
     ),
     ForeignName(("do_train",), f"{HF}, {FACTORY}", "spec.training", "{} takes the defaults", {}),
     ForeignName(("do_predict", "inference", "prediction"), f"{HF}, {FACTORY}", "spec.predict",
@@ -794,7 +816,7 @@ NAMES: tuple[ForeignName, ...] = (
         ("name", "metric_name"), EVERYBODY, "spec.evaluation.gate.metric", under=("gate",),
     ),
     ForeignName(
-        ("every", "frequency", "interval", "strategy", "steps"), EVERYBODY, None, _DEFAULT_EVALUATION,
+        ("every", "frequency", "interval", "strategy", "steps"), EVERYBODY, None, DEFAULT_EVALUATION,
         under=("evaluation",),
     ),
     ForeignName(
@@ -964,6 +986,12 @@ NAMES: tuple[ForeignName, ...] = (
         "spec.resources.nodes",
     ),
     ForeignName(("count",), KUBERNETES, "spec.resources.nodes", under=("resources", "resource")),
+    ForeignName(
+        ("min_nodes", "max_nodes", "min_workers", "max_workers", "min_num_nodes", "max_num_nodes", "elastic_nodes"),
+        KUBERNETES, None,
+        "leave it out, and write one number in spec.resources.nodes: it is fixed in this version",
+        under=("", "spec", "training", "resources"),
+    ),
     ForeignName(
         ("tuning",), KUBERNETES, None,
         "leave it out: its preset is spec.model.uri, its method spec.model.adapter.method, its input spec.dataset.uri",
@@ -1163,8 +1191,23 @@ NAMES: tuple[ForeignName, ...] = (
         "in milliseconds", under=("endpoint",),
     ),
     ForeignName(
-        ("schedule", "cron", "cron_schedule", "cron_job", "start_at", "start_time"), KUBERNETES, None,
+        ("schedule", "cron", "cron_schedule", "cron_job", "cron_expression", "start_at", "start_time", "repeat",
+         "repeat_every", "recurrence", "recurring", "every", "run_every"),
+        KUBERNETES, None,
         "leave it out: a job starts when it is created; a CronJob of Kubernetes that creates it can repeat it",
+        under=("", "spec", "runPolicy"),
+    ),
+    ForeignName(
+        ("concurrency_policy", "concurrent_policy", "allow_concurrent", "max_concurrent", "max_concurrent_runs",
+         "max_active_runs"),
+        KUBERNETES, None,
+        _ONE_AT_A_TIME,
+        under=("", "spec", "runPolicy"),
+    ),
+    ForeignName(
+        ("starting_deadline_seconds", "successful_jobs_history_limit", "failed_jobs_history_limit", "time_zone",
+         "timezone", "job_template", "catchup", "start_date", "end_date"),
+        KUBERNETES, None, "leave it out: it belongs to the CronJob that creates the job",
         under=("", "spec", "runPolicy"),
     ),
     ForeignName(
@@ -1262,12 +1305,19 @@ VALUES: tuple[ForeignValue, ...] = (
     ),
     ForeignValue(
         _PRECISION,
-        ("float16", "half", "16", "16-mixed", "mixed", "amp", "fp16-mixed", "mixed-fp16", "mixed-float16",
-         "mixed-precision", "16bit", "16-true"),
-        EVERYBODY, {_PRECISION: "fp16"},
+        ("float16", "16-mixed", "fp16-mixed", "mixed-fp16", "mixed-float16", "16-true", "fp16-true"),
+        EVERYBODY, {_PRECISION: "fp16"}, "auto is bf16 on GPUs that have it",
     ),
     ForeignValue(
-        _PRECISION, ("bfloat16", "bf16-mixed", "bfloat", "mixed-bf16", "mixed-bfloat16", "bf16-true"), EVERYBODY,
+        _PRECISION,
+        ("mixed", "amp", "mixed-precision", "automatic", "automatic-mixed-precision", "autocast", "half",
+         "half-precision", "16", "16bit", "low", "reduced", True),
+        EVERYBODY, {_PRECISION: "auto"},
+        "bf16 on GPUs that have it, such as L4 and A100, and fp16 on older ones; to fix one, write bf16 or fp16",
+    ),
+    ForeignValue(
+        _PRECISION,
+        ("bfloat16", "bf16-mixed", "bfloat", "mixed-bf16", "mixed-bfloat16", "bf16-true", "brain-float"), EVERYBODY,
         {_PRECISION: "bf16"},
     ),
     ForeignValue(_PRECISION, ("float32", "full", "32", "32-true", "tf32", "no", False), EVERYBODY,
@@ -1335,8 +1385,20 @@ VALUES: tuple[ForeignValue, ...] = (
                  {"spec.parallelism.offload.parameters": "cpu"}),
     ForeignValue("spec.preparation.packing", (True, "true"), EVERYBODY, {"spec.preparation.packing": "always"}),
     ForeignValue("spec.preparation.packing", (False, "false"), EVERYBODY, {"spec.preparation.packing": "never"}),
-    ForeignValue("spec.checkpoints.every", ("epoch", "steps"), EVERYBODY, {"spec.checkpoints.every": "auto"},
+    ForeignValue("spec.checkpoints.every",
+                 ("epoch", "steps", "every-epoch", "each-epoch", "per-epoch", "once-per-epoch", "end", "epoch-end",
+                  "end-of-epoch"),
+                 EVERYBODY, {"spec.checkpoints.every": "auto"},
                  "an interval that the plan chooses; {steps: 500} is every 500 steps"),
+    ForeignValue(
+        "spec.runPolicy", ("forbid", "replace", "allow"), KUBERNETES, {},
+        _ONE_AT_A_TIME,
+    ),
+    ForeignValue(
+        "spec.runPolicy", ("never", "always", "on-failure", "restart"), KUBERNETES, {},
+        "leave it out: spec.runPolicy.maxRestarts is the number of restarts after a failure",
+    ),
+    ForeignValue("spec.evaluation", (False, "none", "no", "skip"), EVERYBODY, {}, ALWAYS_EVALUATED),
     ForeignValue("spec.checkpoints.keep", ("all", "unlimited"), EVERYBODY, {"spec.checkpoints.keep": 1000}),
     ForeignValue("spec.resources.network", ("infiniband", "ib", "roce", "gpudirect"), KUBERNETES,
                  {"spec.resources.network": "rdma"}),

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from finetune_operator.api.field_names import plain
 from finetune_operator.api.foreign_names import ForeignValue, find_name
-from finetune_operator.api.meant_uris import CLAIM, as_uri
+from finetune_operator.api.meant_uris import CLAIM, as_uri, on_hub
 from finetune_operator.api.problems import describe_value, is_secret_name, presentable
 from finetune_operator.api.shapes import (
     Shape,
@@ -31,12 +31,17 @@ class Around:
 
     task: JsonValue = None
     """Task that the job means: column names depend on it."""
-    hub: bool = False
-    """True if the data are on the Hub, whose splits have slices."""
+    data: JsonValue = None
+    """URI of the data."""
     beside: Mapping[str, JsonValue] = field(default_factory=dict)
     """Object with the name."""
     processes: int | None = None
     """Processes of the training; None: the job does not say."""
+
+    @property
+    def hub(self) -> bool:
+        """True if the data are on the Hub, whose splits have slices."""
+        return on_hub(self.data)
 
 
 MICRO_BATCH, GLOBAL_BATCH = "spec.training.microBatchSize", "spec.training.globalBatchSize"

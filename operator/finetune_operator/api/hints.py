@@ -29,7 +29,7 @@ from finetune_operator.api.hint_parts import (
     uri_of,
 )
 from finetune_operator.api.meant_columns import columns_in_order, task_by_words
-from finetune_operator.api.meant_uris import as_uri, is_uri, listed, uri_hint
+from finetune_operator.api.meant_uris import as_uri, is_uri, listed, rows_in_files, uri_hint
 from finetune_operator.api.meant_values import NAMING, form_hint, in_other_form, plain_meaning
 from finetune_operator.api.meant_words import meaning
 from finetune_operator.api.name_index import (
@@ -43,6 +43,7 @@ from finetune_operator.api.shapes import (
     Fields,
     Items,
     Map,
+    Number,
     Shape,
     Text,
     accepts,
@@ -367,8 +368,9 @@ def _wrong_text(
         case Text() if isinstance(value, int | float) and path[:3] == ("spec", "dataset", "splits"):
             return (
                 "must be the name of a split, or a file name without its extension",
-                "leave it out: 5 % of train are held out if no split is named validation; the Hub also has slices such "
-                "as train[90%:]",
+                "leave it out: 5 % of train are held out; another fraction is a slice such as train[90%:]"
+                if around.hub
+                else rows_in_files(str(path[-1]), around.data),
             )
         case Text(quantity=False) if isinstance(value, int | float):
             return "must be text", "put it in quotes"
@@ -424,7 +426,7 @@ def _form_hint(shape: Shape, path: Sequence[PathPart], value: JsonValue) -> str 
     hint = form_hint(shape, field, value, shown_value)
     if isinstance(shape.body, Text) and isinstance(value, dict):
         value = {name: each for name, each in value.items() if name not in NAMING}
-    if hint is not None and isinstance(value, dict) and len(path) > 1 and not isinstance(shape.body, Items):
+    if hint is not None and isinstance(value, dict) and len(path) > 1 and not isinstance(shape.body, Items | Number):
         hint = "; ".join(
             [
                 hint,

@@ -16,7 +16,8 @@ _HUB_ADDRESS = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/?#]+/[^/?#]+|[^/?#]+)(?:[/?#].*)?"
 )
 _MISSPELT_HUB = re.compile(r"(?:hugging-?_?face|hub|hf):/{0,3}([^/:].*)", re.IGNORECASE)
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
+_SCHEME = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9+.-]+):(?P<slashes>/*)(?P<rest>[^\s/].*)")
+"""URI of any scheme; a drive of Windows has one letter."""
 _OWN_SCHEMES = ("hf", "file", "pkg", "pvc")
 _NAMED_BY = {
     "hf://": "hf:// before the name of a Hub repository", "file://": "file:// before a path",
@@ -25,6 +26,8 @@ _NAMED_BY = {
 _FORMS = {"hf://": "hf://ORG/NAME", "file://": "file://PATH", "pvc://": "pvc://CLAIM/PATH"}
 _REVISION = re.compile(r"([^@?#]+)(?:@([\w./-]*\w)|\?revision=([\w./-]*\w))(?:[#&].*)?")
 CLAIM = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
+DATA_ENDING = re.compile(r"\.(jsonl?|csv|tsv|txt|parquet|arrow)(\.(gz|zst|bz2|xz))?$")
+"""Ending of a file with rows."""
 _FILE = re.compile(r"(?:\.{0,2}/.*|.*\.(?:csv|tsv|txt|jsonl?|parquet|arrow|gz|zst|bz2|xz|safetensors)|.*\*.*|.*/)")
 
 
@@ -34,11 +37,29 @@ def on_hub(data: JsonValue) -> bool:
     return uri is not None and uri.startswith("hf://")
 
 
+def rows_in_files(role: str, data: JsonValue) -> str:
+    """Return the hint for a fraction of rows in place of a split's file; `data`: the URI of the data.
+
+    Files have no slices: rows are held out by writing them to files that are named as the splits.
+    """
+    uri = as_uri(data) or data
+    ending = DATA_ENDING.search(uri) if isinstance(uri, str) else None
+    example = (
+        f", e.g. {uri[: ending.start()]}" if isinstance(uri, str) and ending is not None and "*" not in uri else ""
+    )
+    of = ending[0] if ending is not None else ".csv"
+    files = f"write the rows to train{of}, validation{of} and test{of} of a folder that spec.dataset.uri names{example}"
+    default = "5 % of train are held out; for another fraction, " if role == "validation" else ""
+    return f"leave it out: {default}{files}"
+
+
 def uri_hint(value: JsonValue, prefixes: Sequence[str]) -> str:
     """Return the hint for a value that is no URI, in a field whose URIs begin with one of `prefixes`."""
     uri = as_uri(value)
     if uri is not None and uri.startswith(tuple(prefixes)):
-        return f"write {uri}"
+        on_databricks = isinstance(value, str) and value.lower().startswith("dbfs:")
+        elsewhere = ", the folder of Databricks' own machines; elsewhere copy the data, and name their path"
+        return f"write {uri}{elsewhere * on_databricks}"
     if isinstance(value, str) and _TABLE.fullmatch(value):
         places = " or ".join(
             f"{prefix}PATH" if prefix == "file://" else f"{prefix}CLAIM/PATH"
@@ -53,9 +74,13 @@ def uri_hint(value: JsonValue, prefixes: Sequence[str]) -> str:
         return f"write pvc://{claim[1]}"
     if isinstance(value, str) and "pvc://" in prefixes and CLAIM.fullmatch(value):
         return f"write pvc://{value}"
-    if isinstance(value, str) and (found := _SCHEME.match(value)) and found[1].lower() not in _OWN_SCHEMES:
+    found = _SCHEME.match(value) if isinstance(value, str) and "/" in value else None
+    if found is not None and found["name"].lower() not in _OWN_SCHEMES:
         forms = [_FORMS[prefix] for prefix in prefixes if prefix in _FORMS]
-        return f"copy the data, and write {listed(forms)}: {found[1]}:// is not supported in this version"
+        scheme = f"{found['name']}:{'//' * ('/' in found['slashes'])}"
+        return f"copy the data, and write {listed(forms)}: {scheme} is not supported in this version"
+    if uri is not None and uri.startswith("file://") and "pvc://" in prefixes:
+        return "copy the data to a claim, and write pvc://CLAIM/PATH: pods cannot read a path of one machine"
     named = [_NAMED_BY[prefix] for prefix in prefixes if prefix in _NAMED_BY]
     return f"write {', '.join(named)}" if named else f"begin it with {listed(prefixes)}"
 
@@ -69,11 +94,29 @@ def as_uri(value: JsonValue) -> str | None:
         text = address[1]
     elif misspelt := _MISSPELT_HUB.fullmatch(text):
         text = misspelt[1].rstrip("/")
+    elif scheme := _SCHEME.fullmatch(text):
+        return _as_file(scheme["name"].lower(), len(scheme["slashes"]), scheme["rest"])
     elif "://" in text or not text or re.match(r"[A-Za-z]:[\\/]|pvc:", text):
         return None
     elif _FILE.fullmatch(text):
         return f"file://{text.removeprefix('./')}"
     return f"hf://{text}" if is_hub_name(text) and not _TABLE.fullmatch(text) else None
+
+
+_LOCAL_SLASHES = 2
+"""Slashes of a `file://` URI before a relative path."""
+
+
+def _as_file(scheme: str, slashes: int, rest: str) -> str | None:
+    """Return the `file://` URI behind a path with another number of slashes or of Databricks; None: it is neither."""
+    if re.match(r"[A-Za-z]:", rest):
+        return None
+    match scheme:
+        case "file":
+            return f"file://{rest}" if slashes in (0, _LOCAL_SLASHES) else f"file:///{rest}"
+        case "dbfs" if slashes:
+            return f"file:///dbfs/{rest}"
+    return None
 
 
 _TABLE = re.compile(r"(?:[A-Za-z_]\w*\.){2}[A-Za-z_]\w*")

@@ -27,6 +27,7 @@ _EQUALS = re.compile(r"([A-Za-z]\w*)\s*=\s*([^\s,;=]+)")
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:%|percent|per cent)")
 _BOUND = re.compile(r"[<>]=?\s*(.+)")
 _MULTIPLE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kKmM])")
+_A_NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?"
 _NUMBER = re.compile(r"[-+]?[0-9.]+(?:e[-+]?[0-9]+)?", re.IGNORECASE)
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)", re.IGNORECASE)
 _POWER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*[*x\u00d7]\s*10\s*(?:\^|\*\*)\s*\(?(-?[0-9]+)\)?")
@@ -75,6 +76,13 @@ _SECONDS: Mapping[str, int] = {
     **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), 3600),
     **dict.fromkeys(("d", "day", "days"), 86400),
 }
+_EVERY = re.compile(r"(?:once\s+)?(?:(?:every|each|per|an?|one)\s+)+")
+"""Begin of a period, whose number may be missing: `every hour`, `once per day`."""
+_PERIOD = re.compile(r"(?P<half>half\s+(?:an?\s+)?)?(?P<number>[0-9]+(?:\.[0-9]+)?)?\s*(?P<unit>[a-z]+)")
+_ADVERBS: Mapping[str, str] = {"hourly": "1 h", "daily": "1 d", "nightly": "1 d", "weekly": "7 d"}
+_RANGE = re.compile(rf"({_A_NUMBER})\s*(?:-|\u2013|\.\.+|to|or|until)\s*({_A_NUMBER})")
+"""Range in place of a number: `1-4`, `1e-5 to 5e-5`."""
+_SEEDS = ("random", "none", "null", "auto", "time", "any", "true", "false", "default")
 _NAMED_VALUE = re.compile(r"(?:write|did you mean) (\{[^{}]*\}|\[[^\[\]]*\]|\"[^\"]*\"|[\w.:/+-]*[\w/])(?=$|[,;?])")
 """Start of a hint that names one value: text after a comma is another form of the same."""
 _LONGEST = 60
@@ -104,8 +112,14 @@ def form_hint(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | 
         return f"write {shown(intended, leaf)}" if accepts(shape, intended) else None
 
     match shape.body, value:
+        case Number(), _ if leaf == "seed" and not isinstance(value, list) and plain(str(value)) in _SEEDS:
+            return "write 42, or another number of your choice: runs with the same seed are equal"
         case Number(), str():
-            return _number(shape, leaf, value, shown)
+            return _number(shape, leaf, value, shown) or _one_of_range(shape, path, _ends(value))
+        case Number(), dict():
+            return _one_of_range(shape, path, _ends(value))
+        case Number(), [first, *_] if leaf != "nodes" and accepts(shape, first):
+            return f"write {shown(first, leaf)}, without the list: a job has one value here, so write a job for each"
         case Number(integer=True, minimum=minimum), -1 if minimum is not None and minimum >= 0 and not shape.required:
             return "leave it out to take the default"
         case Number(integer=True, minimum=minimum), int() if minimum is not None and value < minimum:
@@ -355,6 +369,43 @@ def _number(shape: Shape, leaf: str, value: str, shown: Shown) -> str | None:
     return None
 
 
+def _ends(value: JsonValue) -> tuple[str, str] | None:
+    """Return both ends of a range, written as text or as an object with a minimum and a maximum; None: it is none."""
+    if isinstance(value, str):
+        found = _RANGE.fullmatch(value.strip().lower())
+        return None if found is None else (found[1], found[2])
+    given = {plain(name): each for name, each in value.items()} if isinstance(value, dict) else {}
+    least = next((given[name] for name in ("min", "minimum", "from", "low", "start") if name in given), None)
+    most = next((given[name] for name in ("max", "maximum", "to", "high", "end") if name in given), None)
+    return None if least is None or most is None else (str(least), str(most))
+
+
+def _one_of_range(shape: Shape, path: str, ends: tuple[str, str] | None) -> str | None:
+    """Return the hint for a range in place of one number; None: the field accepts no end of it."""
+    for least in () if ends is None else _whole(ends[0]):
+        most = next(_whole(str(ends and ends[1])), None)
+        if not accepts(shape, least) or most is None or not accepts(shape, most):
+            continue
+        if path == "spec.endpoint.replicas":
+            return f"set {path} to {least} and spec.endpoint.maxReplicas to {most}"
+        return f"write {least:g}, or another number up to {most:g}: a range is not supported here"
+    return None
+
+
+def _seconds(text: str) -> float | None:
+    """Return the seconds of a duration or a period: `90m`, `every 2 hours`, `hourly`; None: it is neither."""
+    words = text.strip().lower()
+    rest = _EVERY.sub("", _ADVERBS.get(words, words), count=1)
+    found = _PERIOD.fullmatch(rest)
+    if found is None or found["unit"] not in _SECONDS or (found["number"] is None and len(found["unit"]) < _UNIT_WORD):
+        return None
+    return float(found["number"] or 1) * _SECONDS[found["unit"]] / (2 if found["half"] else 1)
+
+
+_UNIT_WORD = 3
+"""Least letters of a unit that has no number before it."""
+
+
 def _numbers(text: str, leaf: str) -> Iterator[float | int]:
     if _NUMBER.fullmatch(text):
         yield from _whole(text)
@@ -379,8 +430,8 @@ def _numbers(text: str, leaf: str) -> Iterator[float | int]:
     if leaf.endswith("Milliseconds") and (found := _DURATION.fullmatch(text)):
         unit = found[2].lower()
         yield round(float(found[1]) * (1 if unit.startswith(("ms", "milli")) else 1000 * _SECONDS.get(unit, 0)))
-    elif "Seconds" in leaf and (found := _DURATION.fullmatch(text)) and found[2].lower() in _SECONDS:
-        yield round(float(found[1]) * _SECONDS[found[2].lower()])
+    elif "Seconds" in leaf and (seconds := _seconds(text)) is not None:
+        yield round(seconds)
     elif found := _MULTIPLE.fullmatch(text):
         yield round(float(found[1]) * (1000 if found[2] in "kK" else 1_000_000))
 
@@ -398,15 +449,13 @@ def _whole(text: str) -> Iterator[float | int]:
 
 def _object(fields: Mapping[str, Shape], value: str, leaf: str, shown: Shown) -> str | None:
     """Return the hint for text in place of an object: the object's field that the text belongs to."""
-    if (found := _COUNT_OF.fullmatch(value.strip())) is not None:
+    if (found := _COUNT_OF.fullmatch(_EVERY.sub("", value.strip(), count=1))) is not None:
         for number in _whole(found[1]):
             named = next((name for name, inner in fields.items() if plain(name) == plain(found[2])), None)
             if named is not None and accepts(fields[named], number):
                 return f"write {{{named}: {shown(number, named)}}}"
-    duration = _DURATION.fullmatch(value.strip())
-    if "minutes" in fields and duration is not None and duration[2].lower() in _SECONDS:
-        minutes = max(1, round(float(duration[1]) * _SECONDS[duration[2].lower()] / 60))
-        return f"write {{minutes: {minutes}}}"
+    if "minutes" in fields and (seconds := _seconds(value)) is not None:
+        return f"write {{minutes: {max(1, round(seconds / 60))}}}"
     if set(fields) == {"name", "key"}:
         name = value if _SECRET_NAME.fullmatch(value) and not is_secret_name(leaf) else "my-secret"
         return f"write {{name: {name}, key: token}}, with the names of your Secret and of its key"

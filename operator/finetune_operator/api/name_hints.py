@@ -15,7 +15,14 @@ from pydantic import JsonValue
 
 from finetune_operator.api.deepspeed_keys import KNOWN_KEYS
 from finetune_operator.api.field_names import plain
-from finetune_operator.api.foreign_names import ForeignName, find_name, find_value, written
+from finetune_operator.api.foreign_names import (
+    ALWAYS_EVALUATED,
+    DEFAULT_EVALUATION,
+    ForeignName,
+    find_name,
+    find_value,
+    written,
+)
 from finetune_operator.api.hint_parts import (
     GLOBAL_BATCH,
     MICRO_BATCH,
@@ -201,7 +208,7 @@ def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], 
     for hint in (
         _of_data(name, above, value, names, around),
         _of_results(name, above, value),
-        _of_servers(name, above, value, names),
+        _of_servers(name, above, value),
     ):
         if hint:
             return hint
@@ -209,6 +216,8 @@ def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], 
         return "leave it out: a temperature above 0 samples"
     if plain(name) == "dosample" and isinstance(value, bool):
         return f"set spec.generation.temperature to {'1.0' if value else '0'}"
+    if above == "spec.evaluation" and plain(name) in _SWITCHES and _is_off(value):
+        return ALWAYS_EVALUATED.replace("leave it out", "leave spec.evaluation out")
     if name == "enabled" and above and isinstance(value, bool):
         return f"leave it out: {above} is in effect if it is set" if value else f"leave {above} out"
     if name in _REFERENCES and isinstance(value, dict) and (secret := _secret_of(value)) is not None:
@@ -261,11 +270,11 @@ def _of_results(name: str, above: str, value: JsonValue) -> str:
     return gate_of(name, value) if isinstance(value, int | float) and not isinstance(value, bool) else ""
 
 
-def _of_servers(name: str, above: str, value: JsonValue, names: Sequence[str]) -> str:
+def _of_servers(name: str, above: str, value: JsonValue) -> str:
     """Return the hint for Kubernetes' requests below an object with cpu and memory of its own; empty: it is none."""
     if above not in _SERVER_RESOURCES or name not in ("limits", "requests") or not isinstance(value, dict):
         return ""
-    inner = {f"{above}.{key}": each for key, each in value.items() if key in names}
+    inner = {f"{_SERVER_RESOURCES[above]}.{key}": each for key, each in value.items() if key in ("cpu", "memory")}
     if any(key.endswith("/gpu") for key in value):
         inner["spec.resources.gpusPerNode"] = 1  # A server uses one GPU at most.
     sets = " and ".join(f"{field} to {shown_value(each, field)}" for field, each in inner.items())
@@ -311,8 +320,10 @@ def _in_other_unit(path: Sequence[PathPart], value: float, names: Sequence[str])
     return f"set {field} to {seconds}" if "Seconds" in field else ""
 
 
-_SERVER_RESOURCES = ("spec.endpoint.resources",)
-"""Objects with cpu and memory of their own."""
+_SERVER_RESOURCES: Mapping[str, str] = dict.fromkeys(
+    ("spec.endpoint", "spec.endpoint.resources"), "spec.endpoint.resources"
+)
+"""Objects with requests of servers -> the object with their cpu and memory."""
 
 
 def argument_name(name: str, value: JsonValue) -> str | None:
@@ -366,7 +377,10 @@ def _by_row(
     if converted := written(row, value, hub=around.hub, beside=around.beside):
         sets = " and ".join(f"{field} to {shown_value(each, field)}" for field, each in converted.items())
         on_sagemaker = isinstance(value, str) and value.startswith("ml.")
-        return f"set {sets}" + (f" ({value} on SageMaker HyperPod)" if on_sagemaker else "")
+        beyond = f" ({value} on SageMaker HyperPod)" if on_sagemaker else _of_variables(converted)
+        return f"set {sets}{beyond}"
+    if _is_off(value) and (row.hint == DEFAULT_EVALUATION or row.field == "spec.evaluation"):
+        return ALWAYS_EVALUATED
     if value is None:
         return "leave it out"
     if isinstance(value, str) and is_secret_name(str(path[-1])) and row.field is not None:
@@ -398,7 +412,32 @@ def _by_row(
     return f"{set_field(row.field, value) if row.same else f'set {row.field}'}{hint}"
 
 
+def _of_variables(converted: Mapping[str, JsonValue]) -> str:
+    """Return what a tracker needs besides the variables of its pods; empty: nothing is converted into variables.
+
+    `template.env` has no effect in `finetune run`, and Databricks refuses every request without a token.
+    """
+    variables = converted.get("spec.template.env")
+    if not isinstance(variables, list):
+        return ""
+    given = {each.get("name"): each.get("value") for each in variables if isinstance(each, dict)}
+    uri = str(given.get("MLFLOW_TRACKING_URI", ""))
+    login = "; add DATABRICKS_HOST and DATABRICKS_TOKEN" if uri.startswith("databricks") else ""
+    if any(str(name).startswith("WANDB_") for name in given) and "WANDB_MODE" not in given:
+        login = "; offline unless WANDB_MODE is online and WANDB_API_KEY is set"
+    return f" (for pods; `finetune run` reads these variables from your shell{login})"
+
+
 _STRATEGY = "spec.parallelism.strategy"
+
+
+_SWITCHES = ("enabled", "enable", "run", "do", "active")
+"""Names for whether a block is in effect."""
+
+
+def _is_off(value: JsonValue) -> bool:
+    """Return True for a value that switches something off."""
+    return value is False or value == 0 or (isinstance(value, str) and plain(value) in ("no", "none", "never", "off"))
 
 
 def _is_secret_key(value: JsonValue) -> bool:

@@ -63,8 +63,13 @@ def places_by_name() -> Mapping[str, tuple[tuple[str, ...], ...]]:
 
 
 def places_elsewhere(name: str, path: Sequence[PathPart]) -> tuple[tuple[str, ...], ...]:
-    """Return the highest places of the spec with a field of that name, without the one that was tried."""
-    places = tuple(place for place in places_by_name().get(plain(name), ()) if place[:-1] != tuple(path[:-1]))
+    """Return the highest places of the spec with a field of that name, without the one that was tried; those inside the
+    object with the name take precedence.
+    """
+    above = tuple(path[:-1])
+    places = tuple(place for place in places_by_name().get(plain(name), ()) if place[:-1] != above)
+    inside = tuple(place for place in places if place[: len(above)] == above) if len(above) > 1 else ()
+    places = inside or places
     least = min((len(place) for place in places), default=0)
     return tuple(place for place in places if len(place) == least)
 

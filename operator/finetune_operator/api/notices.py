@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from pydantic import JsonValue
+
 from finetune_contract.choices import OptimizerName, Task
 from finetune_operator.api.copied import settle
 from finetune_operator.api.field_values import value_at
@@ -67,7 +69,41 @@ def notices(spec: FineTuneJobSpec) -> tuple[str, ...]:
     settled = settle(spec)
     more = len(settled.notes) - MOST_NOTICES
     rest = (f"{more} more settings are ignored or mapped to fields",) if more > 0 else ()
-    return (*settled.notes[:MOST_NOTICES], *rest, *_unusual(settled.spec))
+    return (*settled.notes[:MOST_NOTICES], *rest, *_unusual(settled.spec), *_of_servers(settled.spec))
+
+
+def null_evaluation(document: JsonValue) -> Iterator[str]:
+    """Yield the notice about an evaluation that is null, as if that were none."""
+    spec = value_at(document, ("spec",))
+    trains = isinstance(value_at(spec, ("training",)), dict) and value_at(spec, ("training", "script")) is None
+    if trains and isinstance(spec, dict) and "evaluation" in spec and spec["evaluation"] is None:
+        yield (
+            "spec.evaluation: null takes its defaults, as if it were left out: the built-in training always evaluates "
+            "its model, and without a gate any result is a success"
+        )
+
+
+LEAST_SERVER = "900Mi"
+"""Memory below which no server starts: a process that has imported torch and transformers takes 880 MiB."""
+
+
+def _of_servers(spec: FineTuneJobSpec) -> Iterator[str]:
+    """Yield sizes that servers do not take, or that are too small for any of them."""
+    if spec.endpoint is None:
+        return
+    size = spec.endpoint.resources.memory
+    if size is not None and parse_quantity(size) < parse_quantity(LEAST_SERVER):
+        yield (
+            f"spec.endpoint.resources.memory: {size} is less than a server takes without its model; leave it out, and "
+            "the plan sizes it for the model"
+        )
+    if spec.training is None and spec.evaluation is None and spec.predict is None:
+        for name in ("cpu", "memory"):
+            if getattr(spec.resources, name) is not None and getattr(spec.endpoint.resources, name) is None:
+                yield (
+                    f"spec.resources.{name} has no effect on servers, and this job only serves: "
+                    f"spec.endpoint.resources.{name} is that of a server"
+                )
 
 
 def _unusual(spec: FineTuneJobSpec) -> Iterator[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from finetune_operator.api.notices import notices
+from finetune_operator.api.notices import notices, null_evaluation
 from finetune_operator.api.problems import PathPart, Problem, format_path
 from finetune_operator.api.settings import LOCAL_SETTINGS, Settings
 from finetune_operator.api.types import KIND, FineTuneJob
@@ -91,7 +91,10 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
             earlier = by_name.setdefault((job.metadata.namespace, job.name), entry)
             if earlier is entry:
                 entries.append(entry)
-                notes.extend(f"{source}:{document.line}: {job.name}: {notice}." for notice in notices(job.spec))
+                notes.extend(
+                    f"{source}:{document.line}: {job.name}: {notice}."
+                    for notice in (*notices(job.spec), *null_evaluation(document.value))
+                )
             else:
                 found.append(_same_name(document, job.name, earlier))
         found.sort(key=lambda problem: (problem.line or 0, problem.column or 0))

@@ -441,10 +441,11 @@ def _mapped_in_fp32(model: ModelFacts) -> bool:
 def _spreading_bytes(work: Workload) -> int:
     """Return the host memory of a node while it reads a model for tensor, pipeline or sequence parallelism, whose
     processes compare answers before and after: each has the model in fp32, which is not in memory only where the files
-    are in fp32, too. Tensor ranks copy their shards of all layers before the stages are cut.
+    are in fp32, too. Tensor ranks then copy their shards of the layers of their stages.
     """
     whole, processes, tensor = 4 * work.model.parameters, work.world.processes_per_node, work.strategy.tensor
-    shards = whole * processes // tensor if tensor > 1 else 0
+    stages = 1 if work.strategy.pipeline is None else work.strategy.pipeline.degree
+    shards = whole * processes // (tensor * stages) if tensor > 1 else 0
     return (whole if _mapped_in_fp32(work.model) else whole * processes) + shards
 
 

@@ -1,0 +1,51 @@
+"""Paths in volumes of pods, as URIs of the claims that the volumes hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import JsonValue
+
+from finetune_operator.api.field_values import value_at
+from finetune_operator.api.meant_uris import CLAIM
+
+NO_CLAIM = "CLAIM"
+"""Place of a claim's name in the URI of a path in a volume that is none."""
+
+
+def on_claim(value: JsonValue, spec: JsonValue) -> str | None:
+    """Return the URI of a path below a volume mount, in or beside `template` of a spec's document; None: it is
+    no such path.
+    """
+    path = value.removeprefix("file://") if isinstance(value, str) else ""
+    if not path.startswith("/"):
+        return None
+    for folder, claim in _mounted_claims(spec):
+        if path == folder or path.startswith(f"{folder}/"):
+            return f"pvc://{claim}{path.removeprefix(folder)}".rstrip("/")
+    return None
+
+
+def in_claim(uri: str) -> str:
+    """Return the hint for a path whose URI is that of `on_claim`."""
+    if uri.startswith(f"pvc://{NO_CLAIM}"):
+        return f"name a claim with the data, as {uri}: pods mount it themselves"
+    return f"write {uri}, the claim and the path in it: pods mount it themselves"
+
+
+def _mounted_claims(spec: JsonValue) -> Iterator[tuple[str, str]]:
+    """Yield the folder of each volume mount, and its claim with the mount's path in it."""
+    for block in ((), ("template",)):
+        mounts, volumes = value_at(spec, (*block, "volumeMounts")), value_at(spec, (*block, "volumes"))
+        claims = {
+            volume.get("name"): value_at(volume, ("persistentVolumeClaim", "claimName"))
+            for volume in (volumes if isinstance(volumes, list) else [])
+            if isinstance(volume, dict) and isinstance(volume.get("name"), str)
+        }
+        for mount in mounts if isinstance(mounts, list) else []:
+            folder = mount.get("mountPath") if isinstance(mount, dict) else None
+            if not isinstance(mount, dict) or not isinstance(folder, str) or mount.get("name") not in claims:
+                continue
+            claim, inner = claims[mount["name"]], str(mount.get("subPath") or "").strip("/")
+            named = isinstance(claim, str) and CLAIM.fullmatch(claim) is not None
+            yield folder.rstrip("/"), f"{claim}/{inner}".rstrip("/") if named else NO_CLAIM
