@@ -241,6 +241,29 @@ def test_pod_runs_no_more_processes_than_its_host_memory_holds(memory: str, proc
     assert len(held) == (processes < 8)
 
 
+def serving(server: str | None, others: str | None) -> JobPlan:
+    """Plan to serve a model of 8 billion parameters, 31.9 GiB in fp32, on CPUs."""
+    resources = {"gpusPerNode": 0, **({} if others is None else {"memory": others})}
+    endpoint = {} if server is None else {"resources": {"memory": server}}
+    return on_eight("H100", LLAMA_8B, resources=resources, endpoint=endpoint, evaluation=None, predict=None)
+
+
+@pytest.mark.parametrize(("server", "others"), [(None, "1Gi"), ("64Gi", "1Gi"), ("64Gi", None), (None, None)])
+def test_server_on_cpus_is_measured_against_its_own_memory(server: str | None, others: str | None):
+    assert serving(server, others).servers is not None
+
+
+@pytest.mark.parametrize("others", ["256Gi", None])
+def test_memory_below_what_a_server_takes_is_refused_with_enough(others: str | None):
+    with pytest.raises(PlanRefused) as refused:
+        serving("16Gi", others)
+    (problem,) = refused.value.problems
+    assert problem.path == "spec.endpoint.resources.memory"
+    enough = re.search(r"write (\d+Mi), or leave it out", problem.hint)
+    assert enough is not None, problem.hint
+    assert serving(enough[1], others).servers is not None
+
+
 def test_program_model_is_evaluated_by_one_process():
     script = {"git": {"url": "https://github.com/org/x", "ref": "main"}, "entryPoint": "train.py"}
     made = on_eight("H100", LLAMA_8B, training={"script": script})

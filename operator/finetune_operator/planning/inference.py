@@ -24,7 +24,7 @@ from finetune_contract.choices import (
 )
 from finetune_contract.plans import REQUESTED_LOGITS
 from finetune_operator.api.problems import any_of
-from finetune_operator.api.quantities import human_seconds
+from finetune_operator.api.quantities import human_seconds, parse_quantity
 from finetune_operator.api.types import PredictSpec
 from finetune_operator.planning.assumed_facts import is_well_known
 from finetune_operator.planning.cost import (
@@ -37,6 +37,7 @@ from finetune_operator.planning.cost import (
 from finetune_operator.planning.devices import find_gpu
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.host_memory import inference_bytes as host_bytes
+from finetune_operator.planning.host_memory import memory_request
 from finetune_operator.planning.memory import inference_bytes
 
 GPU_BATCH_TOKENS = 16_384
@@ -338,6 +339,9 @@ def check_inference(draft: Draft) -> Draft:
     if not paths or not _is_known(draft):
         return draft
     for path in paths:
+        if path == "endpoint" and draft.inference_device == "cpu" and _own_memory(draft):
+            draft = _check_server_memory(draft)
+            continue
         need = _need(draft, 1 if path == "endpoint" else _pod_devices(draft))
         room = need if draft.model_known else replace(need, there=int(UNREAD_SLACK * need.there))
         if room.fits():
@@ -345,6 +349,24 @@ def check_inference(draft: Draft) -> Draft:
         hint = f"leave it out, or use {need.enough(draft)}"
         draft = draft.refusing((path,), None, f"does not fit: {need.rule(draft)}", hint, "NotSupported")
     return draft
+
+
+def _own_memory(draft: Draft) -> bool:
+    """Return whether `resources.memory` says nothing about servers: they have a limit of their own, or none at all."""
+    endpoint = draft.spec.endpoint
+    return draft.spec.resources.memory is not None or (endpoint is not None and endpoint.resources.memory is not None)
+
+
+def _check_server_memory(draft: Draft) -> Draft:
+    """Refuse a limit of the servers' memory that is below what one takes."""
+    limit = None if draft.spec.endpoint is None else draft.spec.endpoint.resources.memory
+    takes = _takes(draft, "fp32")
+    slack = 1 if draft.model_known else UNREAD_SLACK
+    if limit is None or takes <= slack * int(parse_quantity(limit)):
+        return draft
+    rule = f"does not fit: one server takes {human_bytes(takes)} with the whole model"
+    hint = f"write {memory_request(takes)}, or leave it out"
+    return draft.refusing(("endpoint", "resources", "memory"), limit, rule, hint, "NotSupported")
 
 
 def _is_known(draft: Draft) -> bool:
