@@ -126,6 +126,10 @@ CASES: dict[str, Case] = {
         {**WRITES, **ON_ONE, "parallelism": {"strategy": "single"}, "training": {"globalBatchSize": 64}},
         {"hardware": parse_hardware("gpu=T4,hostMemory=256Gi"), "model": LLAMA},
     ),
+    "a server does not fit into its memory": (
+        {"training": None, "endpoint": {"resources": {"memory": "64Mi"}}, "resources": {"gpusPerNode": 0}},
+        {},
+    ),
     "evaluation does not fit": (
         {"training": None, "evaluation": {}, **WRITES, **ON_ONE, "model": {"uri": "hf://a/Model-70B"}},
         {"hardware": parse_hardware("gpu=T4"), "model": None, "as_known": True},

@@ -254,7 +254,7 @@ def test_server_on_cpus_is_measured_against_its_own_memory(server: str | None, o
 
 
 @pytest.mark.parametrize("others", ["256Gi", None])
-def test_memory_below_what_a_server_takes_is_refused_with_enough(others: str | None):
+def test_too_small_memory_of_a_server_is_refused_with_enough(others: str | None):
     with pytest.raises(PlanRefused) as refused:
         serving("16Gi", others)
     (problem,) = refused.value.problems

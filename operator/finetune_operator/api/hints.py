@@ -458,6 +458,8 @@ def _implied_by_word(fields: Mapping[str, Shape], path: Sequence[PathPart], valu
         field = ".".join(map(str, (*path, name)))
         row = find_value(field, value)
         word = row.instead.get(field) if row is not None else None
+        if word == "auto" and value is True:
+            continue  # the default of a field says nothing about the object
         beside = {each.rpartition(".")[2]: given for each, given in row.instead.items()} if row is not None else {}
         if len(beside) > 1 and set(beside) <= set(fields):
             return ", ".join(f"{each}: {shown_value(given, each)}" for each, given in beside.items())
