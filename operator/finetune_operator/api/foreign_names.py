@@ -346,9 +346,28 @@ _VARIABLES: Mapping[str, str] = {
 """Tracker and setting -> the environment variable that the tracker reads."""
 
 
-def _on_instances(given: JsonValue) -> Mapping[str, JsonValue]:
+_GPUS_OF_INSTANCES = (
+    (r"(g4dn|g5|g6|g6e)\.(\d?xlarge|16xlarge)|g4dn\.\d?xlarge", 1),
+    (r"(g4dn|g5|g6|g6e)\.12xlarge|(g5|g6|g6e)\.24xlarge", 4),
+    (r"g4dn\.metal|(g5|g6|g6e)\.48xlarge", 8),
+    (r"p3\.2xlarge", 1),
+    (r"p3\.8xlarge", 4),
+    (r"p3\.16xlarge|p3dn\.24xlarge|p4de?\.24xlarge|p5e?n?\.48xlarge|p6-b200\.48xlarge", 8),
+    (r"p5\.4xlarge|a2-(high|ultra)gpu-1g|a3-highgpu-1g|g2-standard-(4|8|12|16|32)", 1),
+    (r"a2-(high|ultra)gpu-2g|a3-highgpu-2g|g2-standard-24", 2),
+    (r"a2-(high|ultra)gpu-4g|a3-highgpu-4g|g2-standard-48", 4),
+    (r"a2-(high|ultra)gpu-8g|a3-(high|mega|ultra)gpu-8g|g2-standard-96", 8),
+)
+"""Types of machines of AWS and Google Cloud, by their documentation, and their GPUs."""
+
+
+def _on_instances(given: JsonValue, beside: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+    """Convert a type of machine into a selector of its nodes, and into their GPUs where its name tells them."""
     named = given.removeprefix("ml.") if isinstance(given, str) else ""  # Nodes outside SageMaker have no such prefix.
-    return {"spec.template.nodeSelector": {_INSTANCE_TYPE: named}} if named else {}
+    selector: dict[str, JsonValue] = {"spec.template.nodeSelector": {_INSTANCE_TYPE: named}} if named else {}
+    gpus = next((count for pattern, count in _GPUS_OF_INSTANCES if re.fullmatch(pattern, named)), None)
+    told = any(plain(name).startswith("gpu") or plain(name) in ("numgpus", "ngpus") for name in beside)
+    return selector if gpus is None or told else {**selector, "spec.resources.gpusPerNode": gpus}
 
 
 def _pull_secrets(given: JsonValue) -> Mapping[str, JsonValue]:
@@ -360,6 +379,15 @@ def _pull_secrets(given: JsonValue) -> Mapping[str, JsonValue]:
             return {}
         secrets.append({"name": name})
     return {"spec.template.imagePullSecrets": secrets} if secrets else {}
+
+
+def _token_beside(_given: JsonValue, beside: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+    """Return the Secret that a variable refers to: its own name is not the Secret's."""
+    match beside.get("valueFrom"):
+        case {"secretKeyRef": {"name": str(name), "key": str(key)}}:
+            return {"spec.secrets.hubToken.name": name, "spec.secrets.hubToken.key": key}
+        case _:
+            return {}
 
 
 NAMES: tuple[ForeignName, ...] = (
@@ -768,7 +796,8 @@ NAMES: tuple[ForeignName, ...] = (
         _RESULTS,
     ),
     ForeignName(
-        ("output", "results", "output_uri", "output_path", "model_output", "results_path"), EVERYBODY, None, _RESULTS,
+        ("output", "results", "output_uri", "output_path", "model_output", "results_path"), EVERYBODY, None,
+        f"{_RESULTS}; nothing is pushed to the Hub, whose own command uploads model/",
         under=("", "spec", "training", "model", "storage"), writes=_results_in,
     ),
     ForeignName(("run_name", "experiment_name", "job_name", "wandb_name"), EVERYBODY, "metadata.name"),
@@ -923,6 +952,10 @@ NAMES: tuple[ForeignName, ...] = (
         f"{HF}, {KUBERNETES}", "spec.resources.nodes", under=("", "spec", "training", "parallelism", "resources"),
     ),
     ForeignName(
+        ("workers", "worker_count", "num_replicas", "machines"), KUBERNETES, "spec.resources.nodes",
+        under=("resources", "parallelism"),
+    ),
+    ForeignName(
         ("nproc_per_node", "num_proc_per_node", "slots_per_worker"), f"{HF}, {KUBERNETES}",
         "spec.resources.processesPerNode",
     ),
@@ -968,7 +1001,7 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(
         ("instance_type", "machine_type", "vm_size", "node_type", "node_type_id", "driver_node_type_id"), KUBERNETES,
         "spec.template.nodeSelector",
-        f"as {{{_INSTANCE_TYPE}: TYPE}}", same=False, writes=_on_instances,
+        f"as {{{_INSTANCE_TYPE}: TYPE}}", same=False, writes_beside=_on_instances,
     ),
     ForeignName(("gpu_memory", "vram", "gpu_mem"), KUBERNETES, "spec.resources.accelerator.memory"),
     ForeignName(("cpus", "num_cpus", "cores", "cpu_count"), KUBERNETES, "spec.resources.cpu"),
@@ -1149,8 +1182,9 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("huggingface", "hf", "hub", "hugging_face", "token", "hf_secret", "hub_secret", "name"), KUBERNETES,
-        "spec.secrets.hubToken.name", under=("secrets",),
+        "spec.secrets.hubToken.name", under=("secrets",), writes_beside=_token_beside,
     ),
+    ForeignName(("key", "secret_key"), KUBERNETES, "spec.secrets.hubToken.key", under=("secrets",)),
     ForeignName(
         ("hf_token_secret", "hub_token_secret", "token_secret", "hf_token_secret_name",
          "huggingface_secret"),

@@ -165,6 +165,10 @@ def meant_inside(field: str, value: dict[str, JsonValue], *, own: str = "", with
         yield f"{name} is {place}" + (given if len(values) == 1 else "")
 
 
+_MOVED_WHOLE = ("volumes", "volumeMounts")
+"""Lists of a pod that stay as they are: a claim in a volume is not that of the workspace."""
+
+
 def named_inside(parent: str, above: str, value: JsonValue, own: str = "") -> Iterator[tuple[str, str, str]]:
     """Yield each name in an object called `above`, our field with its meaning, and the accepted value: `: VALUE`.
 
@@ -177,6 +181,9 @@ def named_inside(parent: str, above: str, value: JsonValue, own: str = "") -> It
         if name.startswith("nvidia.com/mig-"):
             yield name, "spec.resources.accelerator.resource", f": {name}"
             yield name, "spec.resources.gpusPerNode", accepted_field_value("spec.resources.gpusPerNode", given)
+            continue
+        if name in _MOVED_WHOLE and isinstance(given, list):
+            yield name, f"spec.template.{name}", ""
             continue
         row = _row_inside(name, above or own, parent)
         places = places_elsewhere(name, ()) if row is None else ()

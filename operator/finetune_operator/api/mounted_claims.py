@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import JsonValue
 
-from finetune_operator.api.field_values import value_at
+from finetune_operator.api.field_values import Path, value_at
 from finetune_operator.api.meant_uris import CLAIM
 
 NO_CLAIM = "CLAIM"
@@ -35,17 +35,29 @@ def in_claim(uri: str) -> str:
 
 def _mounted_claims(spec: JsonValue) -> Iterator[tuple[str, str]]:
     """Yield the folder of each volume mount, and its claim with the mount's path in it."""
-    for block in ((), ("template",)):
-        mounts, volumes = value_at(spec, (*block, "volumeMounts")), value_at(spec, (*block, "volumes"))
+    for block, mounts in _mounts(spec):
+        volumes = value_at(spec, (*block, "volumes"))
         claims = {
             volume.get("name"): value_at(volume, ("persistentVolumeClaim", "claimName"))
             for volume in (volumes if isinstance(volumes, list) else [])
             if isinstance(volume, dict) and isinstance(volume.get("name"), str)
         }
-        for mount in mounts if isinstance(mounts, list) else []:
+        for mount in mounts:
             folder = mount.get("mountPath") if isinstance(mount, dict) else None
             if not isinstance(mount, dict) or not isinstance(folder, str) or mount.get("name") not in claims:
                 continue
             claim, inner = claims[mount["name"]], str(mount.get("subPath") or "").strip("/")
             named = isinstance(claim, str) and CLAIM.fullmatch(claim) is not None
             yield folder.rstrip("/"), f"{claim}/{inner}".rstrip("/") if named else NO_CLAIM
+
+
+def _mounts(spec: JsonValue) -> Iterator[tuple[Path, list[JsonValue]]]:
+    """Yield the blocks that may have volumes, each with the volume mounts beside them: those of a job, and those in the
+    containers of a pod template.
+    """
+    for block in ((), ("template",), ("template", "spec")):
+        containers = value_at(spec, (*block, "containers"))
+        for holder in (value_at(spec, block), *(containers if isinstance(containers, list) else [])):
+            mounts = holder.get("volumeMounts") if isinstance(holder, dict) else None
+            if isinstance(mounts, list):
+                yield block, mounts

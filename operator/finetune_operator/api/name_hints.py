@@ -89,6 +89,8 @@ def unknown_name(
         text = _names_here(names)
     if tuple(path[:3]) == ("spec", "predict", "dataset"):
         text = text.replace(" spec.dataset.", " spec.predict.dataset.")
+    elif tuple(path[:2]) == ("spec", "predict"):
+        text = text.replace(" spec.dataset.columns.", " spec.predict.dataset.columns.")
     above = ".".join(str(part) for part in path[:-1])
     if (renamed := re.match(r"did you mean (\w+)\?", text)) is not None:
         return NameHint(text, f"{above}.{renamed[1]}" if above else renamed[1])
@@ -221,7 +223,8 @@ def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], 
     if name == "enabled" and above and isinstance(value, bool):
         return f"leave it out: {above} is in effect if it is set" if value else f"leave {above} out"
     if name in _REFERENCES and isinstance(value, dict) and (secret := _secret_of(value)) is not None:
-        return f"set {above}.name to {secret[0]} and {above}.key to {secret[1]}"
+        place = f"{above}.hubToken" if above == "spec.secrets" else above
+        return f"set {place}.name to {secret[0]} and {place}.key to {secret[1]}"
     if isinstance(value, int | float) and not isinstance(value, bool) and (timed := _in_other_unit(path, value, names)):
         return timed
     listed = find_name(name, above.rpartition(".")[2]) is not None
