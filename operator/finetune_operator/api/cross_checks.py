@@ -102,6 +102,7 @@ def across_fields(
     others = (
         *missing,
         *_hub_names(spec),
+        *_windows_paths(spec),
         *_split_names(spec),
         *_data_files(spec),
         *_settings(spec, settings, written),
@@ -209,6 +210,16 @@ def _hub_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
             name = name.partition("@")[0].removeprefix("datasets/")
         if scheme == "hf" and not is_hub_name(name):
             yield Problem(path, describe_value(uri), "is not the name of a Hub repository", hub_name_hint(path, name))
+
+
+def _windows_paths(spec: FineTuneJobSpec) -> Iterator[Problem]:
+    """Yield paths with a drive of Windows, which would be read as names of files below the job's folder."""
+    for path, uri in named_uris(spec):
+        drive = re.fullmatch(r"file:///?([A-Za-z]:[\\/].*)", uri)
+        if drive is not None:
+            from finetune_operator.api.meant_uris import windows_path_hint
+
+            yield Problem(path, describe_value(uri), "is a path of Windows", windows_path_hint(drive[1]))
 
 
 def _data_files(spec: FineTuneJobSpec) -> Iterator[Problem]:

@@ -1059,6 +1059,12 @@ NAMES: tuple[ForeignName, ...] = (
         under=("script",),
     ),
     ForeignName(
+        ("image", "docker_image", "container_image", "base_image", "container"), KUBERNETES, None,
+        "leave it out: the program runs in the trainer image; for more libraries build an image on that one, and name "
+        "it in spec.image",
+        under=("script",),
+    ),
+    ForeignName(
         ("file", "main", "entry", "script", "program", "command", "filename", "script_file"), EVERYBODY,
         "spec.training.script.entryPoint", under=("script",),
     ),

@@ -53,6 +53,12 @@ def rows_in_files(role: str, data: JsonValue) -> str:
     return f"leave it out: {default}{files}"
 
 
+def windows_path_hint(path: str) -> str:
+    """Return the hint for a path that begins with a drive of Windows."""
+    rest = path[2:].replace("\\", "/")
+    return f"write file:///mnt/{path[0].lower()}{rest} for WSL, or another path of this machine"
+
+
 def uri_hint(value: JsonValue, prefixes: Sequence[str]) -> str:
     """Return the hint for a value that is no URI, in a field whose URIs begin with one of `prefixes`."""
     uri = as_uri(value)
@@ -68,8 +74,7 @@ def uri_hint(value: JsonValue, prefixes: Sequence[str]) -> str:
         )
         return f"export the table to files, and write {places}" if places else "export the table to the Hub"
     if isinstance(value, str) and re.match(r"[A-Za-z]:[\\/]", value):
-        rest = value[2:].replace("\\", "/")
-        return f"write file:///mnt/{value[0].lower()}{rest} for WSL, or another path of this machine"
+        return windows_path_hint(value)
     if isinstance(value, str) and (claim := re.fullmatch(r"pvc:/?([^/:].*)", value)) and "pvc://" in prefixes:
         return f"write pvc://{claim[1]}"
     if isinstance(value, str) and "pvc://" in prefixes and CLAIM.fullmatch(value):
