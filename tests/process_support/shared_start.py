@@ -62,7 +62,7 @@ psutil.virtual_memory = lambda: seen()._replace(available=seen().total)
 from finetune_operator.cli.main import main
 main()
 """
-"""Source of the command; its plans are for a machine with all memory free, as other suites leave it little by chance."""
+"""Source of the command; its plans are for a machine with all memory free, as other suites take it by chance."""
 
 
 class StartServer:
