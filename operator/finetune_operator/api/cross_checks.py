@@ -25,7 +25,7 @@ from finetune_operator.api.allowed import allowed_problems, named_uris
 from finetune_operator.api.copied import settle
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.field_values import Path, value_at
-from finetune_operator.api.meant_uris import DATA_ENDING, hub_name_hint, rows_in_files
+from finetune_operator.api.meant_uris import DATA_ENDING, hub_name_hint, rows_in_files, windows_path_hint
 from finetune_operator.api.mounted_claims import in_claim, on_claim
 from finetune_operator.api.problems import (
     Problem,
@@ -217,8 +217,6 @@ def _windows_paths(spec: FineTuneJobSpec) -> Iterator[Problem]:
     for path, uri in named_uris(spec):
         drive = re.fullmatch(r"file:///?([A-Za-z]:[\\/].*)", uri)
         if drive is not None:
-            from finetune_operator.api.meant_uris import windows_path_hint
-
             yield Problem(path, describe_value(uri), "is a path of Windows", windows_path_hint(drive[1]))
 
 

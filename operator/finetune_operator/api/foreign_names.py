@@ -347,7 +347,7 @@ _VARIABLES: Mapping[str, str] = {
 
 
 _GPUS_OF_INSTANCES = (
-    (r"(g4dn|g5|g6|g6e)\.(\d?xlarge|16xlarge)|g4dn\.\d?xlarge", 1),
+    (r"(g4dn|g5|g6|g6e)\.(\d?xlarge|16xlarge)", 1),
     (r"(g4dn|g5|g6|g6e)\.12xlarge|(g5|g6|g6e)\.24xlarge", 4),
     (r"g4dn\.metal|(g5|g6|g6e)\.48xlarge", 8),
     (r"p3\.2xlarge", 1),
@@ -379,15 +379,6 @@ def _pull_secrets(given: JsonValue) -> Mapping[str, JsonValue]:
             return {}
         secrets.append({"name": name})
     return {"spec.template.imagePullSecrets": secrets} if secrets else {}
-
-
-def _token_beside(_given: JsonValue, beside: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
-    """Return the Secret that a variable refers to: its own name is not the Secret's."""
-    match beside.get("valueFrom"):
-        case {"secretKeyRef": {"name": str(name), "key": str(key)}}:
-            return {"spec.secrets.hubToken.name": name, "spec.secrets.hubToken.key": key}
-        case _:
-            return {}
 
 
 NAMES: tuple[ForeignName, ...] = (
@@ -1188,7 +1179,7 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("huggingface", "hf", "hub", "hugging_face", "token", "hf_secret", "hub_secret", "name"), KUBERNETES,
-        "spec.secrets.hubToken.name", under=("secrets",), writes_beside=_token_beside,
+        "spec.secrets.hubToken.name", under=("secrets",),
     ),
     ForeignName(("key", "secret_key"), KUBERNETES, "spec.secrets.hubToken.key", under=("secrets",)),
     ForeignName(

@@ -222,7 +222,10 @@ def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], 
         return ALWAYS_EVALUATED.replace("leave it out", "leave spec.evaluation out")
     if name == "enabled" and above and isinstance(value, bool):
         return f"leave it out: {above} is in effect if it is set" if value else f"leave {above} out"
-    if name in _REFERENCES and isinstance(value, dict) and (secret := _secret_of(value)) is not None:
+    # The name of a variable is not that of the Secret which it refers to.
+    named = around.beside.get("valueFrom") if (above, name) == ("spec.secrets", "name") else None
+    reference = value if name in _REFERENCES else named
+    if isinstance(reference, dict) and (secret := _secret_of(reference)) is not None:
         place = f"{above}.hubToken" if above == "spec.secrets" else above
         return f"set {place}.name to {secret[0]} and {place}.key to {secret[1]}"
     if isinstance(value, int | float) and not isinstance(value, bool) and (timed := _in_other_unit(path, value, names)):
