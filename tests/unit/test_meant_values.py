@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from finetune_operator.api.mounted_claims import on_claim
 from finetune_operator.api.settings import LOCAL_SETTINGS
 from finetune_operator.api.validation import validate_job
 from mending import job_document
@@ -231,3 +232,13 @@ def test_value_that_looks_like_a_credential_is_not_repeated() -> None:
     assert not any(token in hint for hint in modules.values())
     for metrics in (token, [token]):
         assert not any(token in hint for hint in problems_of({"evaluation": {"metrics": metrics}}).values())
+
+
+@pytest.mark.parametrize("name", [[1], {"a": 1}, 3, None])
+def test_volume_mount_with_an_odd_name_leads_to_no_claim(name: object) -> None:
+    spec = {
+        "volumes": [{"name": name}, 3, {"name": "d", "persistentVolumeClaim": 5}],
+        "volumeMounts": [{"name": name, "mountPath": "/data"}, 3, {"name": "d", "mountPath": "/d", "subPath": {}}],
+    }
+    assert on_claim("file:///data/rows", spec) is None
+    assert on_claim("file:///d/rows", spec) == "pvc://CLAIM/rows"

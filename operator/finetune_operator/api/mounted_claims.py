@@ -43,10 +43,10 @@ def _mounted_claims(spec: JsonValue) -> Iterator[tuple[str, str]]:
             if isinstance(volume, dict) and isinstance(volume.get("name"), str)
         }
         for mount in mounts:
-            folder = mount.get("mountPath") if isinstance(mount, dict) else None
-            if not isinstance(mount, dict) or not isinstance(folder, str) or mount.get("name") not in claims:
+            folder, name = value_at(mount, ("mountPath",)), value_at(mount, ("name",))
+            if not isinstance(folder, str) or not isinstance(name, str) or name not in claims:
                 continue
-            claim, inner = claims[mount["name"]], str(mount.get("subPath") or "").strip("/")
+            claim, inner = claims[name], str(value_at(mount, ("subPath",)) or "").strip("/")
             named = isinstance(claim, str) and CLAIM.fullmatch(claim) is not None
             yield folder.rstrip("/"), f"{claim}/{inner}".rstrip("/") if named else NO_CLAIM
 
