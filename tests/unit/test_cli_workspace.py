@@ -95,6 +95,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_stage_is_kept_only_if_its_inputs_are_unchanged(change: Change, paths: JobPaths, tmp_path: Path) -> None:
     before = job(tmp_path)
+    write_results(paths)
     for stage in LOCAL_STAGES:
         record_inputs(paths, before, stage)
     now = job(tmp_path, **change.spec)
@@ -148,11 +149,26 @@ def test_generation_settings_affect_only_generated_results(paths: JobPaths, tmp_
 
 def test_changed_rows_make_a_different_job(paths: JobPaths, tmp_path: Path) -> None:
     same = job(tmp_path)
+    write_results(paths)
     record_inputs(paths, same, Stage.PREPARE)
     check_same_job(paths, same, [Stage.PREPARE])
     (tmp_path / "rows.jsonl").write_text('{"text": "b", "label": 1}\n{"text": "c", "label": 0}\n')
     with pytest.raises(DifferentJobError, match=r"the files of file://.*rows\.jsonl have changed"):
         check_same_job(paths, same, [Stage.PREPARE])
+
+
+def test_job_is_corrected_in_place_after_a_stage_that_left_nothing(paths: JobPaths, tmp_path: Path) -> None:
+    record_inputs(paths, job(tmp_path), Stage.PREPARE)
+    (tmp_path / "rows.jsonl").write_text('{"text": "b", "label": 1}\n')
+    corrected = job(tmp_path, training={"epochs": 3})
+    check_same_job(paths, corrected, LOCAL_STAGES)
+
+    record_inputs(paths, job(tmp_path), Stage.TRAIN)
+    paths.checkpoints.mkdir(parents=True)
+    check_same_job(paths, corrected, LOCAL_STAGES)
+    (paths.checkpoints / "step-1").mkdir()
+    with pytest.raises(DifferentJobError, match=r"spec.training.epochs was 2.0 and is 3.0"):
+        check_same_job(paths, corrected, LOCAL_STAGES)
 
 
 def write_results(paths: JobPaths) -> None:

@@ -20,6 +20,7 @@ from finetune_operator.api.settings import LOCAL_SETTINGS, Settings
 from finetune_operator.api.types import KIND, FineTuneJob
 from finetune_operator.api.validation import foreign, notices_for_invalid_job, validate_job
 from finetune_operator.cli.console import UsageError
+from finetune_operator.cli.local_files import place_of
 from finetune_operator.documents import Document, Position, position_of, read_documents
 from finetune_operator.input_file import UnreadableFileError, files_in, read_input, read_stream
 
@@ -202,7 +203,7 @@ def glob_matches(path: str) -> bool:
 
 
 def absent_inputs(entry: JobEntry) -> tuple[Problem, ...]:
-    """Return the problems of models and data sets behind `file://` that do not exist."""
+    """Return the problems of models and data sets behind `file://` and `pkg://` that do not exist."""
     spec = entry.job.spec
     predicted = spec.predict.dataset if spec.predict else None
     named = {
@@ -212,12 +213,26 @@ def absent_inputs(entry: JobEntry) -> tuple[Problem, ...]:
     }
     problems = []
     for path, (uri, inside, target) in named.items():
-        place = uri.removeprefix("file://") + inside
-        if not uri.startswith("file://") or Path(place).exists() or (not inside and glob_matches(place)):
-            continue
-        hint = f"name {target} that exists; file://path without a third slash is relative to the job file's folder"
-        problems.append(located(entry.document, Problem(path, None, f"{place} does not exist", hint)))
+        absent = _absence(uri, inside, target)
+        if absent is not None:
+            problems.append(located(entry.document, Problem(path, None, *absent)))
     return tuple(problems)
+
+
+def _absence(uri: str, inside: str, target: str) -> tuple[str, str] | None:
+    """Return rule and hint for a place that does not exist; None: it exists, or is not on this machine."""
+    scheme, _, rest = uri.partition("://")
+    if scheme not in ("file", "pkg"):
+        return None
+    found = place_of(uri)
+    if found is None:
+        package = rest.partition("/")[0]
+        return f"no package {package} is installed here", f"install it, or name {target} with file://"
+    place = f"{found}{inside}"
+    if Path(place).exists() or (not inside and glob_matches(place)):
+        return None
+    relative = "; file://path without a third slash is relative to the job file's folder" if scheme == "file" else ""
+    return f"{place} does not exist", f"name {target} that exists{relative}"
 
 
 def read_settings(file: Path) -> Settings:

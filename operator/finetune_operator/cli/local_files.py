@@ -1,9 +1,27 @@
-"""Atomic writes of small files that others read meanwhile."""
+"""Files of this machine: places behind URIs, and atomic writes of small files that others read meanwhile."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
+
+
+def place_of(uri: str) -> Path | None:
+    """Return the path behind `file://`, or behind `pkg://` in an installed package, which is not imported; None for
+    another scheme, and for a package that is not installed.
+    """
+    scheme, _, rest = uri.partition("://")
+    match scheme:
+        case "file":
+            return Path(rest)
+        case "pkg":
+            package, _, inner = rest.partition("/")
+            spec = importlib.util.find_spec(package) if package.isidentifier() else None
+            folders = spec.submodule_search_locations if spec is not None else None
+            return Path(next(iter(folders))) / inner if folders else None
+        case _:
+            return None
 
 
 def write_atomically(file: Path, text: str) -> None:

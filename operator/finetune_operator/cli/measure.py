@@ -35,7 +35,7 @@ from finetune_operator.api.types import FineTuneJob
 from finetune_operator.cli import hub_reach
 from finetune_operator.cli.console import err, note
 from finetune_operator.cli.environment import trainer_environment, usable_cores
-from finetune_operator.cli.local_files import write_atomically
+from finetune_operator.cli.local_files import place_of, write_atomically
 
 TRAINER = "finetune_trainer"
 TIMEOUT_SECONDS = 120
@@ -178,19 +178,8 @@ def _version(distribution: str) -> str | None:
 
 def _state_of_files(uri: str) -> list[tuple[str, int, int]]:
     """Return name, size and time of a local model's files; empty for a remote model, identified by its revision."""
-    scheme, _, rest = uri.partition("://")
-    match scheme:
-        case "file":
-            folder = Path(rest)
-        case "pkg":
-            package, _, inner = rest.partition("/")
-            spec = importlib.util.find_spec(package) if package.isidentifier() else None
-            if spec is None or not spec.submodule_search_locations:
-                return []
-            folder = Path(next(iter(spec.submodule_search_locations))) / inner
-        case _:
-            return []
-    return state_of_files(folder)
+    folder = place_of(uri)
+    return [] if folder is None else state_of_files(folder)
 
 
 def state_of_files(folder: Path) -> list[tuple[str, int, int]]:

@@ -1,8 +1,8 @@
 """A job's folder on this machine: write access, existing results, and whether they belong to this job.
 
 Results are kept unless the user asks otherwise, and never lost silently: finished stages of the same job are not run
-again, a different job under the same name is refused, and a restart moves earlier results aside. Settings that only
-evaluation or prediction read may change: that stage runs again, with the trained model. A stage's inputs are recorded
+again, a different job under the same name is refused, and a restart moves earlier results aside. A stage that failed
+and left nothing does not make the corrected job a different one. Settings that only evaluation or prediction read may change: that stage runs again, with the trained model. A stage's inputs are recorded
 when it starts, as the user's own settings by field, so that a refusal can name the differences. Settings that change
 only how fast or where a stage runs (resources, checkpoints, launcher, runPolicy) may change between runs.
 """
@@ -189,16 +189,29 @@ def finished(paths: JobPaths, stage: Stage) -> TrainerReport | None:
 
 
 def check_same_job(paths: JobPaths, job: FineTuneJob, stages: Iterable[Stage]) -> None:
-    """Raise DifferentJobError if one of the stages has started with other inputs than the job's current ones."""
+    """Raise DifferentJobError if one of the stages has results of other inputs than the job's current ones."""
     record = recorded_inputs(paths)
     for stage in stages:
         earlier = record.get(stage.value)
-        if earlier is not None:
+        if earlier is not None and _has_results(paths, stage):
             changed = differences(earlier, inputs_of(job, stage))
             if changed:
                 raise DifferentJobError(stage, changed)
         elif finished(paths, stage) is not None:
             raise DifferentJobError(stage, [f"{INPUTS_FILE} does not record the inputs of {stage}"])
+
+
+def _has_results(paths: JobPaths, stage: Stage) -> bool:
+    """Return False for a prepare or a training that has left nothing: a corrected job would replace no results."""
+    match stage:
+        case Stage.PREPARE:
+            places = (paths.prepared,)
+        case Stage.TRAIN:
+            places = (paths.checkpoints, paths.model, paths.history)
+        case _:
+            return True
+    left = any(place.is_file() or any(place.glob("*")) for place in places)
+    return left or finished(paths, stage) is not None
 
 
 def changed_after_training(paths: JobPaths, job: FineTuneJob) -> dict[Stage, list[str]]:
