@@ -229,6 +229,15 @@ def test_a_job_that_needs_a_cluster_is_not_run_here(tmp_path: Path) -> None:
     )
 
 
+def test_run_names_variables_of_pods_that_the_shell_lacks(tmp_path: Path) -> None:
+    env = "  template: {env: [{name: MLFLOW_TRACKING_URI, value: databricks}, {name: WANDB_PROJECT, value: a}]}\n"
+    (tmp_path / "job.yaml").write_text(JOB + env)
+    ran = finetune("run", "job.yaml", "--no-measure", "--dry-run", folder=tmp_path, WANDB_PROJECT="a")
+    assert (
+        "Note: first: spec.template.env is for pods. Set MLFLOW_TRACKING_URI in your shell for this run." in ran.stderr
+    )
+
+
 def test_job_with_spot_nodes_runs_locally_with_a_note(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(f"{JOB}  spot: {{enabled: true}}\n")
     ran = finetune("run", "job.yaml", "--no-measure", "--dry-run", folder=tmp_path)
@@ -413,13 +422,17 @@ def test_a_plan_refuses_a_model_and_data_that_are_not_there(tmp_path: Path) -> N
     job = JOB.replace("hf://some-org/some-model", "file://nowhere")
     other = JOB.replace("first", "other").replace("file://rows", "file://rows/*.json")
     good = CLUSTER_JOB.replace("first", "good").replace("hf://some-org/rows", "file://rows/*.csv")
-    (tmp_path / "job.yaml").write_text(f"{job.replace('file://rows', 'file:///no/rows')}---\n{other}---\n{good}")
+    packaged = good.replace("good", "packaged").replace("hf://some-org/some-model", "pkg://absent_model/model")
+    text = "---\n".join([job.replace("file://rows", "file:///no/rows"), other, good, packaged])
+    (tmp_path / "job.yaml").write_text(text)
     ran = finetune("plan", "job.yaml", folder=tmp_path)
     assert (ran.returncode, ran.stdout) == (1, "")
     assert [line.partition(" that exists; ")[0] for line in ran.stderr.splitlines()] == [
         f"job.yaml:6: spec.model.uri: {tmp_path}/nowhere/config.json does not exist. Name a folder with a model",
         "job.yaml:7: spec.dataset.uri: /no/rows does not exist. Name a folder, a file or a glob",
         f"job.yaml:16: spec.dataset.uri: {tmp_path}/rows/*.json does not exist. Name a folder, a file or a glob",
+        "job.yaml:33: spec.model.uri: no package absent_model is installed here. Install it, or name a folder with a "
+        "model with file://.",
     ]
     assert finetune("plan", "job.yaml", "--no-measure", folder=tmp_path).returncode == 0
 

@@ -32,8 +32,7 @@ HINTS: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("server", {"endpoint": {"memory": "3Gi"}}, "endpoint.memory", "move it below spec.endpoint.resources"),
     ("Databricks", {"mlflow": {"trackingUri": "databricks"}}, "mlflow",
      'set spec.training.arguments.report_to to ["mlflow"] and spec.template.env to [{"name": "MLFLOW_TRACKING_URI", '
-     '"value": "databricks"}] (for pods; `finetune run` reads these variables from your shell; add DATABRICKS_HOST and '
-     'DATABRICKS_TOKEN)'),
+     '"value": "databricks"}]; add DATABRICKS_HOST and DATABRICKS_TOKEN'),
     ("minimum of nodes", {"resources": {"minNodes": 1}}, "resources.minNodes",
      "leave it out, and write one number in spec.resources.nodes: it is fixed in this version"),
     ("latency", {"endpoint": {"maxLatency": "0.5s"}}, "endpoint.maxLatencyMilliseconds", "write 500"),

@@ -116,7 +116,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "files of Databricks": ({"dataset": {"uri": "dbfs:/rows/*.csv"}}, "dataset.uri",
         "write file:///dbfs/rows/*.csv, the folder of Databricks' own machines; elsewhere copy the data, and name "
-        "their path",
+        "its path",
     ),
     "a claim without its scheme": (
         {"storage": {"workspace": "results"}}, "storage.workspace", "write pvc://results",
@@ -126,6 +126,41 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         {"dataset": {"uri": "gcs://bucket/data"}}, "dataset.uri",
         "copy the data, and write hf://ORG/NAME, file://PATH or pvc://CLAIM/PATH: gcs:// is not supported in this "
         "version",
+    ),
+    "a store of this version's plans": (
+        {"dataset": {"uri": "s3://bucket/rows"}}, "dataset.uri",
+        "copy the data, and write hf://ORG/NAME, file://PATH or pvc://CLAIM/PATH",
+    ),
+    "a model in a store": (
+        {"model": {"uri": "gs://bucket/model"}}, "model.uri",
+        "copy the model, and write hf://ORG/NAME, file://PATH or pvc://CLAIM/PATH",
+    ),
+    "a registered model": (
+        {"model": {"uri": "models:/reviews/1"}}, "model.uri",
+        "copy the model, and write hf://ORG/NAME, file://PATH or pvc://CLAIM/PATH: models:// is not supported in this "
+        "version",
+    ),
+    "a model of Databricks": ({"model": {"uri": "dbfs:/m"}}, "model.uri",
+        "write file:///dbfs/m, the folder of Databricks' own machines; elsewhere copy the model, and name its path"),
+    "predictions on Databricks": ({"predict": {"output": "dbfs:/x/y.jsonl"}}, "predict.output",
+        "write file:///dbfs/x/y.jsonl, the folder of Databricks' own machines"),
+    "a workspace of one machine": ({"storage": {"workspace": "./runs"}}, "storage.workspace",
+        "write pvc://CLAIM/PATH: it is a path of one machine, which pods cannot write to"),
+    "a folder in the home folder": ({"model": {"uri": "~/model"}}, "model.uri", "write file://~/model"),
+    "a page of the Hub": ({"model": {"uri": "hf://a/b/tree/main"}}, "model.uri", "write hf://a/b"),
+    "a page of a branch": ({"model": {"uri": "hf://a/b/tree/v2"}}, "model.uri",
+        "set spec.model.uri to hf://a/b and spec.model.revision to v2"),
+    "a file of a branch": ({"dataset": {"uri": "hf://a/b/blob/v2/x.csv"}}, "dataset.uri", "write hf://a/b@v2"),
+    "two slashes": ({"model": {"uri": "hf://a//b"}}, "model.uri", "write hf://a/b"),
+    "a slash at the begin": ({"dataset": {"uri": "hf:///a/b"}}, "dataset.uri", "write hf://a/b"),
+    "the kind of a repository": ({"model": {"uri": "hf://models/a/b"}}, "model.uri", "write hf://a/b"),
+    "a git address": ({"model": {"uri": "hf://a/b.git"}}, "model.uri", "write hf://a/b"),
+    "a query": ({"model": {"uri": "hf://a/b?library=x"}}, "model.uri", "write hf://a/b"),
+    "a number to learn": ({"task": "regression"}, "task",
+        "write text-classification (fractions in the label column are numbers to learn)"),
+    "names of labels on the left": (
+        {"dataset": {"uri": "hf://c/d", "labels": {"neg": -1, "1": "pos"}}}, "dataset.labels.neg",
+        'write "-1": neg, with the value of the data on the left',
     ),
     "a configuration in the name": (
         {"dataset": {"uri": "hf://nyu-mll/glue/mnli"}}, "dataset.uri",

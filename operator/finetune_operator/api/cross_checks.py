@@ -25,7 +25,14 @@ from finetune_operator.api.allowed import allowed_problems, named_uris
 from finetune_operator.api.copied import settle
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.field_values import Path, value_at
-from finetune_operator.api.meant_uris import DATA_ENDING, hub_name_hint, rows_in_files, windows_path_hint
+from finetune_operator.api.meant_uris import (
+    DATA_ENDING,
+    copy_hint,
+    hub_name_hint,
+    one_machine,
+    rows_in_files,
+    windows_path_hint,
+)
 from finetune_operator.api.mounted_claims import in_claim, on_claim
 from finetune_operator.api.problems import (
     Problem,
@@ -280,15 +287,16 @@ def _mounted_paths(spec: FineTuneJobSpec, settings: Settings, written: JsonValue
 def _settings(spec: FineTuneJobSpec, settings: Settings, written: JsonValue) -> Iterator[Problem]:
     """Yield values that the administrator's settings do not allow; `written` is the spec's document."""
     for path, uri in named_uris(spec):
-        scheme = uri.partition("://")[0]
-        if scheme not in settings.schemes:
-            allowed = ", ".join(f"{name}://" for name in served_schemes(path.removeprefix("spec."), settings.schemes))
-            local = scheme in ("file", "pkg")
-            where = "names data on one machine, which pods cannot read" if local else "is not allowed here"
-            hint = (f"use {allowed}" if allowed else "leave it out") + (", or run the job with finetune run" * local)
-            if scheme == "file" and "pvc" in settings.schemes and (claim := on_claim(uri, written)) is not None:
-                hint = in_claim(claim)
-            yield Problem(path, describe_value(uri), f"{scheme}:// {where}", hint, reason="Forbidden")
+        scheme, field = uri.partition("://")[0], path.removeprefix("spec.")
+        if scheme in settings.schemes or scheme not in served_schemes(field, None):
+            continue  # `unsupported` refuses the others
+        local = scheme in ("file", "pkg")
+        hint = copy_hint(path, [f"{each}://" for each in served_schemes(field, settings.schemes)])
+        hint += "; or run the job with finetune run" * local
+        if scheme == "file" and "pvc" in settings.schemes and (claim := on_claim(uri, written)) is not None:
+            hint = in_claim(claim)
+        rule = one_machine(path) if local else f"{scheme}:// is not allowed here"
+        yield Problem(path, describe_value(uri), rule, hint, reason="Forbidden")
     if spec.model.trust_remote_code:
         yield from _remote_code(spec.model.uri, settings)
     if spec.image is not None and not any(fnmatch.fnmatchcase(spec.image, glob) for glob in settings.images):

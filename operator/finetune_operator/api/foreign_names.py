@@ -1287,7 +1287,11 @@ VALUES: tuple[ForeignValue, ...] = (
         {}, "write preference-tuning, which trains on pairs of answers with DPO",
     ),
     ForeignValue(
-        "spec.task", ("embedding", "embeddings", "feature-extraction", "sentence-similarity", "regression",
+        "spec.task", ("regression", "text-regression", "sts", "stsb", "score", "rating"), HF,
+        {"spec.task": "text-classification"}, "fractions in the label column are numbers to learn",
+    ),
+    ForeignValue(
+        "spec.task", ("embedding", "embeddings", "feature-extraction", "sentence-similarity", "reranking", "reranker",
                       "image-classification", "automatic-speech-recognition", "multiple-choice"),
         HF, {}, "there is no such task; run your own program with spec.training.script",
     ),

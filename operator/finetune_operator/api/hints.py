@@ -360,7 +360,8 @@ def _wrong_text(
     match shape.body:
         case Text() if is_uri(shape) and not isinstance(value, dict | list):
             prefixes = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
-            return f"must be a URI that begins with {listed(prefixes)}", uri_hint(value, prefixes)
+            at = ".".join(map(str, path))
+            return f"must be a URI that begins with {listed(prefixes)}", uri_hint(at, value, prefixes)
         case Text(quantity=True) if isinstance(value, str) and (found := _UNITS.fullmatch(value.strip())):
             number, unit, binary = found.groups()
             decimal = f"write {number}{'k' if unit in 'kK' and not binary else unit.upper()}{'i' if binary else ''}"
@@ -379,9 +380,15 @@ def _wrong_text(
                 if around.hub
                 else rows_in_files(str(path[-1]), around.data),
             )
+        case Text() if isinstance(value, int) and path[1:3] == ("dataset", "labels") and not _is_number(path[-1]):
+            return "must be text", f'write "{int(value)}": {path[-1]}, with the value of the data on the left'
         case Text(quantity=False) if isinstance(value, int | float):
             return "must be text", "put it in quotes"
     return None
+
+
+def _is_number(part: PathPart) -> bool:
+    return re.fullmatch(r"[+-]?[0-9.]+", str(part)) is not None
 
 
 def _in_place_of_object(shape: Shape, path: Sequence[PathPart], value: JsonValue, around: Around) -> str | None:

@@ -28,7 +28,7 @@ _REVISION = re.compile(r"([^@?#]+)(?:@([\w./-]*\w)|\?revision=([\w./-]*\w))(?:[#
 CLAIM = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
 DATA_ENDING = re.compile(r"\.(jsonl?|csv|tsv|txt|parquet|arrow)(\.(gz|zst|bz2|xz))?$")
 """Ending of a file with rows."""
-_FILE = re.compile(r"(?:\.{0,2}/.*|.*\.(?:csv|tsv|txt|jsonl?|parquet|arrow|gz|zst|bz2|xz|safetensors)|.*\*.*|.*/)")
+_FILE = re.compile(r"(?:(?:\.{0,2}|~)/.*|.*\.(?:csv|tsv|txt|jsonl?|parquet|arrow|gz|zst|bz2|xz|safetensors)|.*\*.*|.*/)")
 
 
 def on_hub(data: JsonValue) -> bool:
@@ -59,12 +59,33 @@ def windows_path_hint(path: str) -> str:
     return f"write file:///mnt/{path[0].lower()}{rest} for WSL, or another path of this machine"
 
 
-def uri_hint(value: JsonValue, prefixes: Sequence[str]) -> str:
-    """Return the hint for a value that is no URI, in a field whose URIs begin with one of `prefixes`."""
-    uri = as_uri(value)
+def _content_at(path: str) -> str:
+    """Return the noun for what the URI of the field at the dotted path names; empty for a place to write to."""
+    return "model" if path.endswith("model.uri") else "data" if path.endswith("dataset.uri") else ""
+
+
+def copy_hint(path: str, prefixes: Sequence[str]) -> str:
+    """Return the hint for a URI at a store that no stage reaches, in a field whose URIs begin with `prefixes`."""
+    forms, content = listed([_FORMS[prefix] for prefix in prefixes if prefix in _FORMS]), _content_at(path)
+    if not forms:
+        return "leave it out"
+    return f"copy the {content}, and write {forms}" if content else f"write {forms}"
+
+
+def one_machine(path: str) -> str:
+    """Return the rule that a path of this machine breaks in a cluster, at the field of the dotted path."""
+    return "is a path of one machine, which pods cannot " + ("read" if _content_at(path) else "write to")
+
+
+def uri_hint(path: str, value: JsonValue, prefixes: Sequence[str]) -> str:
+    """Return the hint for a value that is no URI, at the field of the dotted path, whose URIs begin with one of
+    `prefixes`.
+    """
+    uri, content = as_uri(value), _content_at(path)
     if uri is not None and uri.startswith(tuple(prefixes)):
         on_databricks = isinstance(value, str) and value.lower().startswith("dbfs:")
-        elsewhere = ", the folder of Databricks' own machines; elsewhere copy the data, and name their path"
+        elsewhere = ", the folder of Databricks' own machines"
+        elsewhere += f"; elsewhere copy the {content}, and name its path" if content else ""
         return f"write {uri}{elsewhere * on_databricks}"
     if isinstance(value, str) and _TABLE.fullmatch(value):
         places = " or ".join(
@@ -81,11 +102,11 @@ def uri_hint(value: JsonValue, prefixes: Sequence[str]) -> str:
         return f"write pvc://{value}"
     found = _SCHEME.match(value) if isinstance(value, str) and "/" in value else None
     if found is not None and found["name"].lower() not in _OWN_SCHEMES:
-        forms = [_FORMS[prefix] for prefix in prefixes if prefix in _FORMS]
         scheme = f"{found['name']}:{'//' * ('/' in found['slashes'])}"
-        return f"copy the data, and write {listed(forms)}: {scheme} is not supported in this version"
+        return f"{copy_hint(path, prefixes)}: {scheme} is not supported in this version"
     if uri is not None and uri.startswith("file://") and "pvc://" in prefixes:
-        return "copy the data to a claim, and write pvc://CLAIM/PATH: pods cannot read a path of one machine"
+        copied = f"copy the {content} to a claim, and " if content else ""
+        return f"{copied}write pvc://CLAIM/PATH: it {one_machine(path)}"
     named = [_NAMED_BY[prefix] for prefix in prefixes if prefix in _NAMED_BY]
     return f"write {', '.join(named)}" if named else f"begin it with {listed(prefixes)}"
 
@@ -128,22 +149,37 @@ _TABLE = re.compile(r"(?:[A-Za-z_]\w*\.){2}[A-Za-z_]\w*")
 """Table of a catalogue: `main.support.chats`; no repository of the Hub without an organisation has two dots."""
 
 
+_SITE_PATH = re.compile(r"(?P<name>[^/]+/[^/]+)/(?:tree|blob|resolve)/(?P<revision>[^/]+)(?:/.*)?")
+"""Path of a page on the Hub's site, below the name of a repository."""
+
+
 def hub_name_hint(path: str, name: str) -> str:
     """Return the hint for `hf://NAME` that is no repository: it holds an address, a configuration or a revision."""
-    nearest = as_uri(name.rstrip("/"))
-    if nearest and nearest.startswith("hf://"):
-        return f"write {nearest}"
     data, owner = path.endswith("dataset.uri"), path.rpartition(".")[0]
-    if found := _REVISION.fullmatch(name):
+
+    def with_revision(repository: str, revision: str) -> str:
+        if revision == "main":
+            return f"write hf://{repository}"
+        return f"write hf://{repository}@{revision}" if data else (
+            f"set {path} to hf://{repository} and {owner}.revision to {revision}"
+        )  # fmt: skip
+
+    plain = re.sub("/{2,}", "/", re.sub(r"\?(?!revision=).*", "", name)).strip("/").removesuffix(".git")
+    for prefix in ("models/", "datasets/"):
+        plain = plain.removeprefix(prefix) if plain.count("/") > 1 else plain
+    for nearest in (as_uri(name.rstrip("/")), as_uri(plain)):
+        if nearest and nearest.startswith("hf://"):
+            return f"write {nearest}"
+    if (page := _SITE_PATH.fullmatch(plain)) is not None and is_hub_name(page["name"]):
+        return with_revision(page["name"], page["revision"])
+    if found := _REVISION.fullmatch(plain):
         repository, revision = found[1].rstrip("/"), found[2] or found[3]
         if is_hub_name(repository):
-            return f"write hf://{repository}@{revision}" if data else (
-                f"set {path} to hf://{repository} and {owner}.revision to {revision}"
-            )  # fmt: skip
-    named, _, config = name.strip("/").partition(":")
+            return with_revision(repository, revision)
+    named, _, config = plain.partition(":")
     if data and config and is_hub_name(named):
         return f"set {path} to hf://{named} and {owner}.config to {config}"
-    *repository_parts, last = name.strip("/").split("/")
+    *repository_parts, last = plain.split("/")
     if data and len(repository_parts) == 2 and is_hub_name("/".join(repository_parts)) and not _FILE.fullmatch(last):
         return f"set {path} to hf://{'/'.join(repository_parts)} and {owner}.config to {last}"
     return (

@@ -419,19 +419,19 @@ def _by_row(
 
 
 def _of_variables(converted: Mapping[str, JsonValue]) -> str:
-    """Return what a tracker needs besides the variables of its pods; empty: nothing is converted into variables.
-
-    `template.env` has no effect in `finetune run`, and Databricks refuses every request without a token.
+    """Return what a tracker needs besides the given variables; empty: nothing is converted into variables, or no more
+    is needed. Databricks refuses every request without a token.
     """
     variables = converted.get("spec.template.env")
     if not isinstance(variables, list):
         return ""
     given = {each.get("name"): each.get("value") for each in variables if isinstance(each, dict)}
     uri = str(given.get("MLFLOW_TRACKING_URI", ""))
-    login = "; add DATABRICKS_HOST and DATABRICKS_TOKEN" if uri.startswith("databricks") else ""
+    if uri.startswith("databricks"):
+        return "; add DATABRICKS_HOST and DATABRICKS_TOKEN"
     if any(str(name).startswith("WANDB_") for name in given) and "WANDB_MODE" not in given:
-        login = "; offline unless WANDB_MODE is online and WANDB_API_KEY is set"
-    return f" (for pods; `finetune run` reads these variables from your shell{login})"
+        return "; offline unless WANDB_MODE is online and WANDB_API_KEY is set"
+    return ""
 
 
 _STRATEGY = "spec.parallelism.strategy"

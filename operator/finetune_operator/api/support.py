@@ -113,16 +113,13 @@ class Row:
     def hint(self, schemes: Sequence[str]) -> str:
         """Return the hint with the supported values, if these schemes may be used."""
         if self.schemes:
-            return f"use {', '.join(_FORMS[scheme] for scheme in schemes)}" if schemes else "leave it out"
+            from finetune_operator.api.meant_uris import copy_hint  # only a problem needs it
+
+            return copy_hint(self.path, [f"{scheme}://" for scheme in schemes])
         if self.values:
             return f"use {any_of(self.values)}"
         return "leave it out"
 
-
-_FORMS: Mapping[str, str] = {
-    "hf": "hf://ORG/NAME", "file": "file://PATH", "pkg": "pkg://PACKAGE/PATH", "pvc": "pvc://CLAIM/PATH",
-}  # fmt: skip
-"""Scheme -> the form of its URIs."""
 
 ROWS: tuple[Row, ...] = (
     Row("model.uri", schemes=("hf", "file", "pkg", "pvc")),

@@ -10,5 +10,5 @@ _NAME = re.compile(rf"{_PART}(?:/{_PART})?")
 
 
 def is_hub_name(name: str) -> bool:
-    """Return True for `name` or `organisation/name`: no path, no third part, no `..`."""
-    return _NAME.fullmatch(name) is not None and ".." not in name and "--" not in name
+    """Return True for `name` or `organisation/name`: no path, no third part, no `..`, no `.git` at the end."""
+    return _NAME.fullmatch(name) is not None and not re.search(r"\.\.|--|\.git$", name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -124,6 +125,10 @@ def _entry_to_run(names: Sequence[str], name: str | None, limits: Settings, outp
         note(f"{entry.job.name}: {NO_SPOT_HERE}.")
     if entry.job.spec.predict is not None and entry.job.spec.predict.workers != 1:
         note(f"{entry.job.name}: {PROCESSES_HERE}.")
+    variables = [str(each.get("name")) for each in entry.job.spec.template.env]
+    absent = [name for name in variables if name not in os.environ]
+    if absent:
+        note(f"{entry.job.name}: spec.template.env is for pods. Set {', '.join(absent)} in your shell for this run.")
     return entry
 
 
