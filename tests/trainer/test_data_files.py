@@ -99,6 +99,20 @@ BAD = {
     "a column without its label": Bad("a.csv", b"text;stars\nfine;1\n", "MissingColumn", ("columns text, stars",)),
     "an Excel workbook": Bad("a.csv", b"PK\x03\x04\x14\x00\x06\x00", "OtherFormat", ("Excel workbook", "CSV UTF-8")),
     "Parquet": Bad("a.csv", b"PAR1\x15\x04", "OtherFormat", ("Parquet", ".parquet")),
+    "a pointer of Git LFS": Bad(
+        "a.csv", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "OtherFormat", ("git lfs pull",)
+    ),
+    "a pointer in place of Parquet": Bad(
+        "a.parquet", b"version https://git-lfs.github.com/spec/v1\nsize 9\n", "OtherFormat", ("git lfs pull",)
+    ),
+    "text in place of Parquet": Bad("a.parquet", content(",").encode(), "OtherFormat", ("is text", ".csv or .jsonl")),
+    "text in place of Arrow": Bad("a.arrow", content(",").encode(), "OtherFormat", ("is text", "Arrow IPC")),
+    "a damaged Parquet file": Bad("a.parquet", b"PAR1 is cut", "CorruptFile", ("cannot be read",)),
+    "a web page": Bad("a.csv", b"\n<!DOCTYPE html><html>", "OtherFormat", ("web page", "Download the file itself")),
+    "an array in JSON lines": Bad(
+        "a.jsonl", b'[\n{"text": "a", "label": 1}]', "OtherFormat", ("array", "end in .json")
+    ),
+    "colons between columns": Bad("a.csv", b"text:label\nfine:1\n", "OtherFormat", ("':' separates", "semicolons")),
     "gzip": Bad("a.csv", gzip.compress(content(",").encode()), "OtherFormat", ("compressed", ".gz")),
 }
 

@@ -387,12 +387,11 @@ def test_equal_prompts_of_two_shards_are_drawn_apart_and_drawn_again_alike(llama
 
 
 def test_answers_that_leave_a_prompt_no_room_are_refused(llama, data, paths):
-    job = task_job(
-        "text-generation", llama, data, ["text"], training=training_of(steps=1), generation={"max_new_tokens": 128}
-    )
+    job = task_job("text-generation", llama, data, ["text"], training=training_of(steps=1))
     trained(job, paths)
+    longer = job.generation.model_copy(update={"max_new_tokens": 128})
     with pytest.raises(StageError, match="the model holds 128 tokens"):
-        predict(job, paths, NoProgress())
+        predict(job.model_copy(update={"generation": longer}), paths, NoProgress())
 
 
 def test_conversations_are_learnt_judged_and_answered(llama, tmp_path, paths):

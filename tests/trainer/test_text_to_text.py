@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from finetune_contract.layout import FailureClass
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.evaluate import evaluate
@@ -30,6 +31,7 @@ from trainer_support.tasks import (
     trained,
     training_of,
     word_tokenizer,
+    write_decoder,
     write_encoder_decoder,
     write_lines,
 )
@@ -135,6 +137,24 @@ def test_settings_without_effect_are_refused(tmp_path, data, paths, change, mess
     training = {**training_of(steps=1), **change}
     with pytest.raises(StageError, match=message):
         trained(task_job("summarization", folder, data, ["source", "target"], training=training), paths)
+
+
+def test_longer_answers_than_the_model_holds_are_refused_before_training(tmp_path, data, paths):
+    def refusal(task: str, most: int) -> StageError:
+        columns = {"text": "source"} if task == "text-generation" else ["source", "target"]
+        generation = {"max_new_tokens": most}
+        job = task_job(task, models[task], data, columns, training=training_of(steps=1), generation=generation)
+        with pytest.raises(StageError) as caught:
+            prepare(job, paths, NoProgress())
+        return caught.value
+
+    models = {"translation": write_encoder_decoder(tmp_path / "bart", "bart")}
+    models["text-generation"] = write_decoder(tmp_path / "llama", positions=64)
+    error = refusal("translation", 65)
+    assert (error.failure_class, error.reason) == (FailureClass.CONFIG, "AnswersTooLong")
+    assert "generation.maxNewTokens is 65" in error.message
+    assert error.hint == "Set generation.maxNewTokens to 64 or less."
+    assert refusal("text-generation", 64).hint == "Set generation.maxNewTokens to 63 or less."
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,8 @@ def task_job(
         "predict": INFERENCE,
         "seed": 11,
     }
+    if task in ("text-generation", "preference-tuning"):
+        body["generation"] = {"max_new_tokens": 64}  # the small decoders have 128 positions
     return TrainerJob.model_validate({**body, **changes})
 
 

@@ -66,6 +66,8 @@ IGNORED = {
     "logging": with_arguments(logging_steps=10, logging_strategy="steps", disable_tqdm=False, log_level="info"),
     "folders": with_arguments(overwrite_output_dir=True, save_safetensors=True),
     "stages": with_arguments(do_train=True, do_eval=True),
+    "validation": with_arguments(eval_strategy="epoch"),
+    "validation by its earlier name": with_arguments(evaluation_strategy="epoch"),
     "nothing": with_arguments(push_to_hub=False, max_steps=-1, deepspeed=None, fsdp=""),
     "the same as the field": {"training": {"learningRate": 1e-4, "arguments": {"learning_rate": 1e-4}}},
     "steps per print": with_deepspeed({"steps_per_print": 10}),

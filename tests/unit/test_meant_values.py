@@ -162,6 +162,15 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         {"dataset": {"uri": "hf://c/d", "labels": {"neg": -1, "1": "pos"}}}, "dataset.labels.neg",
         'write "-1": neg, with the value of the data on the left',
     ),
+    "precision of DeepSpeed": (
+        {"parallelism": {"strategy": "deepspeed", "deepspeedConfig": {"bf16": {"enabled": True}}}},
+        "parallelism.deepspeedConfig.bf16.enabled", "set spec.training.precision to bf16, and leave this out",
+    ),
+    "no precision of DeepSpeed": (
+        {"parallelism": {"strategy": "deepspeed", "deepspeedConfig": {"fp16": {"enabled": False}}}},
+        "parallelism.deepspeedConfig.fp16.enabled",
+        "leave it out, and set spec.training.precision only if auto is wrong",
+    ),
     "a configuration in the name": (
         {"dataset": {"uri": "hf://nyu-mll/glue/mnli"}}, "dataset.uri",
         "set spec.dataset.uri to hf://nyu-mll/glue and spec.dataset.config to mnli",

@@ -1103,6 +1103,18 @@ def test_a_length_beyond_the_models_positions_is_refused():
     assert planned({"preparation": {"maxLength": 32768}}, model=None, data=None).trainer.preparation.max_length == 32768
 
 
+def test_longer_answers_than_the_models_positions_are_refused():
+    writing = {"task": "summarization", "dataset": {"uri": "hf://c/d"}, "generation": {"maxNewTokens": 1024}}
+    assert (
+        "spec.generation.maxNewTokens",
+        "1024",
+        "the model holds at most 512 tokens",
+        "set it to less than 512",
+    ) in (refused(writing))
+    read = {"generation": {"maxNewTokens": 1024}, "task": "text-generation"}
+    assert planned(read).trainer.generation.max_new_tokens == 1024
+
+
 # --------------------------------------------------------------------------------------------------- estimate, summary
 
 PRICES = Settings(prices=(Price(product="NVIDIA-H100-80GB-HBM3", gpus=8, perHour=98.32, spotPerHour=40.0),))

@@ -25,8 +25,15 @@ def refuse_unknown_metrics(job: TrainerJob, measured: Sequence[str]) -> None:
         _refuse(path, names, [*measured, LOSS], job)
     stopping = job.training.early_stopping if job.training else None
     if stopping is not None:
-        in_training = [LOSS] if job.task in JUDGED_AFTER_TRAINING else [*measured, LOSS]
-        _refuse("training.earlyStopping.metric", [stopping.metric], in_training, job)
+        refuse_unmeasured_stopping(job, stopping.metric, measured)
+
+
+def refuse_unmeasured_stopping(job: TrainerJob, metric: str, measured: Sequence[str]) -> None:
+    """Raise StageError CONFIG `UnknownMetric` if evaluations during the training do not measure the metric of early
+    stopping; `measured` as above.
+    """
+    in_training = [LOSS] if job.task in JUDGED_AFTER_TRAINING else [*measured, LOSS]
+    _refuse("training.earlyStopping.metric", [metric], in_training, job)
 
 
 def _refuse(path: str, names: Sequence[str], known: Sequence[str], job: TrainerJob) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_contract.layout import FailureClass
+from finetune_contract.metrics import JUDGED_AFTER_TRAINING, WRITING
 from finetune_contract.trainer_job import ModelSource, TrainerJob
 from finetune_trainer.failures import StageError, chain
 from finetune_trainer.uris import Uri, hub_name, local_path, package_path
@@ -221,6 +222,24 @@ def truncation_length(job: TrainerJob, config: PretrainedConfig) -> int:
             f"Set preparation.maxLength to {limit} or less, or leave it out.",
         )
     return requested
+
+
+def refuse_long_answers(job: TrainerJob, config: PretrainedConfig) -> None:
+    """Raise StageError CONFIG `AnswersTooLong` if evaluation or prediction would write more tokens than the model has
+    positions for; an answer of a decoder shares them with the prompt.
+    """
+    positions, asked = position_limit(config), job.generation.max_new_tokens
+    judged = job.task in JUDGED_AFTER_TRAINING and (job.evaluation is not None or job.training is not None)
+    writes = judged or (job.predict is not None and job.task in WRITING)
+    alone = bool(config.is_encoder_decoder)
+    if writes and positions is not None and asked > positions - (not alone):
+        raise StageError(
+            FailureClass.CONFIG,
+            "AnswersTooLong",
+            f"generation.maxNewTokens is {asked}, and {job.model.uri} holds {positions} tokens"
+            f"{'' if alone else ', including the prompt'}.",
+            f"Set generation.maxNewTokens to {positions - (not alone)} or less.",
+        )
 
 
 def window_stride(job: TrainerJob, max_length: int) -> int:

@@ -63,6 +63,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "data, and print their content and faults",
     )
     parser.add_argument("--trains", action="store_true", help="for check: the built-in loop trains")
+    parser.add_argument("--batch", type=int, default=1, help="for check, with --trains: rows of a step")
+    parser.add_argument("--stopping", help="for check, with --trains: metric of early stopping")
     parser.add_argument("--script", action="store_true", help="for check: a program trains, and reads the data itself")
     parser.add_argument("--job", type=Path, required=True, help="path of job.json")
     parser.add_argument("--workspace", type=Path, required=True, help="folder that holds the job's folder")
@@ -196,9 +198,10 @@ def _print_facts(arguments: argparse.Namespace, world: ProcessWorld) -> int:
 def _print_check(arguments: argparse.Namespace, world: ProcessWorld) -> int:
     started = time.monotonic()
     try:
-        from finetune_trainer.data.check import check
+        from finetune_trainer.data.check import Trains, check
 
-        checked = check(read_job(arguments.job), trains=arguments.trains, script=arguments.script)
+        trains = Trains(arguments.batch, arguments.stopping) if arguments.trains else None
+        checked = check(read_job(arguments.job), trains=trains, script=arguments.script)
     except BaseException as error:
         return _fail(error, arguments, world, arguments.job.stem, started)
     sys.stdout.write(checked.to_json())

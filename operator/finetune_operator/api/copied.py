@@ -85,6 +85,8 @@ COPIED: tuple[Copied, ...] = (
            harmless=lambda given: given is True, when="true"),
     Copied(ARGUMENTS, ("do_train", "do_eval"), "spec.training always trains and validates",
            harmless=lambda given: given is True, when="true"),
+    Copied(ARGUMENTS, ("eval_strategy", "evaluation_strategy"), "validation is measured after each epoch",
+           harmless=lambda given: given == "epoch", when="epoch"),
     Copied(ARGUMENTS, ("push_to_hub", "auto_find_batch_size", "no_cuda"), "this is the default", harmless=_off,
            when="false"),
     Copied(ARGUMENTS, ("deepspeed", "fsdp", "resume_from_checkpoint"), "this is the default",

@@ -37,6 +37,8 @@ OWNED_KEYS: Mapping[tuple[str, ...], str] = {
 }
 """Key -> field of the spec that decides it."""
 
+_SWITCHES = (("bf16", "enabled"), ("fp16", "enabled"))
+"""Keys that switch the precision of their section on."""
 _FIELD = ("spec", "parallelism", "deepspeedConfig")
 
 
@@ -55,13 +57,12 @@ def _problems(values: Mapping[str, JsonValue], parents: tuple[str, ...]) -> Iter
             from finetune_operator.api.hints import owned_key
 
             field = OWNED_KEYS[path]
-            yield Problem(
-                where,
-                shown,
-                f"is set by spec.{field}",
-                owned_key(field, value),
-                reason="Forbidden",
-            )
+            hint = owned_key(field, value)
+            if path in _SWITCHES and isinstance(value, bool):
+                hint = (
+                    owned_key(field, path[0]) if value else f"leave it out, and set spec.{field} only if auto is wrong"
+                )
+            yield Problem(where, shown, f"is set by spec.{field}", hint, reason="Forbidden")
         elif known_keys is not None and key not in known_keys:
             near = _nearest(key, known_keys)
             yield Problem(

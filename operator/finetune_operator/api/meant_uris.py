@@ -28,7 +28,9 @@ _REVISION = re.compile(r"([^@?#]+)(?:@([\w./-]*\w)|\?revision=([\w./-]*\w))(?:[#
 CLAIM = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
 DATA_ENDING = re.compile(r"\.(jsonl?|csv|tsv|txt|parquet|arrow)(\.(gz|zst|bz2|xz))?$")
 """Ending of a file with rows."""
-_FILE = re.compile(r"(?:(?:\.{0,2}|~)/.*|.*\.(?:csv|tsv|txt|jsonl?|parquet|arrow|gz|zst|bz2|xz|safetensors)|.*\*.*|.*/)")
+_FILE = re.compile(
+    r"(?:(?:\.{0,2}|~)/.*|.*\.(?:csv|tsv|txt|jsonl?|parquet|arrow|gz|zst|bz2|xz|safetensors)|.*\*.*|.*/)"
+)
 
 
 def on_hub(data: JsonValue) -> bool:

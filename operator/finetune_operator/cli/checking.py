@@ -22,9 +22,9 @@ from rich.table import Table
 from finetune_contract.checked import CheckedData, CheckedSplit, TextLengths
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import FailureReport
-from finetune_contract.trainer_job import Evaluation, Gate, Prediction, Preparation, TrainerJob
+from finetune_contract.trainer_job import Evaluation, Gate, Generation, Prediction, Preparation, TrainerJob
 from finetune_operator.api.problems import Problem
-from finetune_operator.api.types import EvaluationSpec, FineTuneJob, FineTuneJobSpec, PredictSpec
+from finetune_operator.api.types import EvaluationSpec, FineTuneJob, FineTuneJobSpec, PredictSpec, TrainingSpec
 from finetune_operator.cli import hub_reach
 from finetune_operator.cli.console import UsageError, err, print_trimmed
 from finetune_operator.cli.environment import trainer_environment, usable_cores
@@ -34,7 +34,7 @@ from finetune_operator.cli.measure import TRAINER, source_of_model, trainer_is_i
 from finetune_operator.planning.trainer_order import data_source, predicted_source
 
 _SHOWN_LABELS = 6
-_FIELD = re.compile(r"(?:dataset|predict|model|preparation|evaluation|training)(?:\.[A-Za-z]+)+(?= is )")
+_FIELD = re.compile(r"(?:dataset|predict|model|preparation|evaluation|training|generation)(?:\.[A-Za-z]+)+(?= is )")
 """Start of messages about a field."""
 
 
@@ -74,8 +74,7 @@ def _cluster_only(entry: JobEntry) -> tuple[tuple[str, Problem], ...]:
 
 
 def _run_check(job: FineTuneJob) -> CheckedData:
-    training = job.spec.training
-    options = [] if training is None else ["--script" if training.script is not None else "--trains"]
+    options = _training_options(job.spec.training)
     with tempfile.TemporaryDirectory(prefix="finetune-check-") as folder:
         paths = JobPaths.of(Path(folder), job.name)
         write_atomically(paths.job, data_question(job).to_json())
@@ -90,6 +89,17 @@ def _run_check(job: FineTuneJob) -> CheckedData:
     except ValidationError:
         last_line = (completed.stderr.strip().splitlines() or ["it printed no error"])[-1]
         raise UsageError(f"--data: the trainer could not check the data of {job.name}: {last_line}") from None
+
+
+def _training_options(training: TrainingSpec | None) -> list[str]:
+    """Return the trainer's options for the kind of training, which is not in its job before a plan is made."""
+    if training is None:
+        return []
+    if training.script is not None:
+        return ["--script"]
+    stopping = training.early_stopping
+    watched = [] if stopping is None else ["--stopping", stopping.metric]
+    return ["--trains", "--batch", str(training.global_batch_size), *watched]
 
 
 def _hub_uris(job: FineTuneJob) -> dict[str, hub_reach.Kind]:
@@ -111,6 +121,7 @@ def data_question(job: FineTuneJob) -> TrainerJob:
         preparation=Preparation(max_length=spec.preparation.max_length, stride=spec.preparation.stride),
         evaluation=None if spec.evaluation is None else _evaluation(spec.evaluation),
         predict=None if spec.predict is None else _prediction(spec, spec.predict),
+        generation=Generation(**spec.generation.model_dump()),
     )
 
 

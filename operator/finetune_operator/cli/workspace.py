@@ -2,9 +2,10 @@
 
 Results are kept unless the user asks otherwise, and never lost silently: finished stages of the same job are not run
 again, a different job under the same name is refused, and a restart moves earlier results aside. A stage that failed
-and left nothing does not make the corrected job a different one. Settings that only evaluation or prediction read may change: that stage runs again, with the trained model. A stage's inputs are recorded
-when it starts, as the user's own settings by field, so that a refusal can name the differences. Settings that change
-only how fast or where a stage runs (resources, checkpoints, launcher, runPolicy) may change between runs.
+and left nothing does not make the corrected job a different one. Settings that only evaluation or prediction read may
+change: that stage runs again, with the trained model. A stage's inputs are recorded when it starts, as the user's own
+settings by field, so that a refusal can name the differences. Settings that change only how fast or where a stage runs
+(resources, checkpoints, launcher, runPolicy) may change between runs.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def _has_results(paths: JobPaths, stage: Stage) -> bool:
     """Return False for a prepare or a training that has left nothing: a corrected job would replace no results."""
     match stage:
         case Stage.PREPARE:
-            places = (paths.prepared,)
+            places: tuple[Path, ...] = (paths.prepared,)
         case Stage.TRAIN:
             places = (paths.checkpoints, paths.model, paths.history)
         case _:

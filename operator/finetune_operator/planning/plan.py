@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from finetune_contract.choices import Stage
+from finetune_contract.metrics import JUDGED_AFTER_TRAINING, WRITING
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJob
@@ -96,6 +97,7 @@ def _plan(draft: Draft) -> JobPlan:
         choose_servers,
         check_place,
         check_lengths,
+        check_answers,
     )
     draft = _walk(draft, *first, choose_packing, choose_launcher)
     if draft.script is not None:
@@ -208,6 +210,21 @@ def check_lengths(draft: Draft) -> Draft:
         asked,
         f"the model holds at most {limit} tokens",
         f"set it to {limit} or less, or leave it out",
+    )
+
+
+def check_answers(draft: Draft) -> Draft:
+    """Refuse longer answers than the model's positions, if the model is known and answers are written."""
+    asked, limit, task = draft.spec.generation.max_new_tokens, draft.model.max_positions, draft.spec.task
+    judged = Stage.EVALUATE in draft.stages and task in JUDGED_AFTER_TRAINING
+    writes = judged or (Stage.PREDICT in draft.stages and task in WRITING)
+    if not writes or not draft.model_known or limit is None or asked <= limit:
+        return draft
+    return draft.refusing(
+        ("generation", "maxNewTokens"),
+        asked,
+        f"the model holds at most {limit} tokens",
+        f"set it to less than {limit}",
     )
 
 

@@ -28,6 +28,8 @@ METRICS: Mapping[Task, Forms] = {
 """Task -> form of its labels (None: it has one) -> Hugging Face's names, without `eval_`."""
 JUDGED_AFTER_TRAINING: tuple[Task, ...] = ("summarization", "translation")
 """Tasks whose metrics are of generated text, which takes too long for evaluations during training."""
+WRITING: tuple[Task, ...] = (*JUDGED_AFTER_TRAINING, "text-generation", "preference-tuning")
+"""Tasks whose predictions are generated text."""
 LOWER_IS_BETTER = frozenset({LOSS, "mse", "mae", "perplexity", "rewards/rejected"})
 """Metrics that improve downwards; all others improve upwards."""
 _SHARES = ("accuracy", "f1", "precision", "recall", "exact_match", "rouge1", "rouge2", "rougeL", "rewards/accuracies")

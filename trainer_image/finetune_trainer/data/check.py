@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import pyarrow as pa
 
 from finetune_contract.checked import CheckedData, CheckedSplit, TextLengths
+from finetune_contract.layout import FailureClass
 from finetune_contract.report import FailureReport
 from finetune_contract.trainer_job import Columns, TrainerJob
 from finetune_trainer.data.prepare import Part, parts_of, predict_part, split_validation
 from finetune_trainer.data.sources import RawSplit, Role, source_of
 from finetune_trainer.failures import StageError, classify
-from finetune_trainer.metric_names import refuse_unknown_metrics
-from finetune_trainer.models import resolve_model, truncation_length
+from finetune_trainer.metric_names import refuse_unknown_metrics, refuse_unmeasured_stopping
+from finetune_trainer.models import refuse_long_answers, resolve_model, truncation_length
 from finetune_trainer.tasks.row_checks import is_list, is_text
 from finetune_trainer.tasks.task_protocol import TaskModule
 from finetune_trainer.tasks.task_registry import task_of
@@ -44,9 +45,19 @@ _TOKENIZED_ROWS = 2_000
 """Rows that are tokenised, evenly out of those read: half a second of work."""
 
 
-def check(job: TrainerJob, *, trains: bool = False, script: bool = False, most: int = MOST_ROWS) -> CheckedData:
-    """Check the data and return all problems at once. `trains` and `script` give the kind of training, which a `job`
-    without a plan does not contain: the built-in loop, or a program that reads the data itself.
+@dataclass(frozen=True)
+class Trains:
+    """Settings of the built-in loop that the data must suit; a `job` without a plan does not contain them."""
+
+    batch: int = 1
+    """Rows of a step."""
+    stopping: str | None = None
+    """Metric of early stopping."""
+
+
+def check(job: TrainerJob, *, trains: Trains | None = None, script: bool = False, most: int = MOST_ROWS) -> CheckedData:
+    """Check the data and return all problems at once. `trains`: the built-in loop trains; `script`: a program does, and
+    reads the data itself.
     """
     found = _Findings()
     model = found.of(lambda: _Model.of(job))
@@ -123,12 +134,15 @@ class _Model:
 
     @classmethod
     def of(cls, job: TrainerJob) -> _Model:
-        """Read the files; StageError as `resolve_model` and `truncation_length`."""
+        """Read the files; StageError as `resolve_model`, `truncation_length` and `refuse_long_answers`."""
         config, tokenizer = _model_files(job)
         if config is None:
             return cls(job.preparation.max_length, None)
-        settings = SimpleNamespace(**{"model_type": None, **json.loads(config.read_text(encoding="utf-8"))})
+        settings = SimpleNamespace(
+            **{"model_type": None, "is_encoder_decoder": False, **json.loads(config.read_text(encoding="utf-8"))}
+        )
         length = truncation_length(job, cast("PretrainedConfig", settings))
+        refuse_long_answers(job, cast("PretrainedConfig", settings))
         return cls(length, None if tokenizer is None else _tokenizer(tokenizer))
 
 
@@ -167,10 +181,10 @@ def _tokenizer(file: Path) -> Tokenizer | None:
 
 
 def _check_rows(
-    job: TrainerJob, model: _Model | None, found: _Findings, scratch: Path, *, trains: bool, most: int
+    job: TrainerJob, model: _Model | None, found: _Findings, scratch: Path, *, trains: Trains | None, most: int
 ) -> list[CheckedSplit]:
     task = task_of(job)
-    parts = found.of(lambda: _parts(job, task, trains=trains))
+    parts = found.of(lambda: _parts(job, task, trains=trains is not None))
     raw: dict[Role, RawSplit] = {}
     if parts is None:
         return []
@@ -198,7 +212,7 @@ def _check_labels(
     raw: Mapping[Role, RawSplit],
     found: _Findings,
     *,
-    trains: bool,
+    trains: Trains | None,
 ) -> dict[Role, dict[str, int]]:
     """Count the rows of each label in each split; empty where labels are refused."""
     judged = {role: split for role, split in raw.items() if role != "predict"}
@@ -206,17 +220,38 @@ def _check_labels(
     if not judged:
         return counts
     columns = job.dataset.columns if job.dataset else Columns()
-    with found.collected(partial=any(split.partial for split in judged.values()), known=trains):
+    with found.collected(partial=any(split.partial for split in judged.values()), known=trains is not None):
         targets = task.targets(cast(Mapping[str, RawSplit], judged), columns, None)
         found.notes.extend(targets.notes)
         for role in judged:
             if role in targets.of:
                 counts[role] = task.count_labels(targets.of[role], targets.labels)
-        refuse_unknown_metrics(job, task.metrics[targets.labels.form])
-    if trains and "validation" not in raw and "train" in raw and not raw["train"].partial:
+        measured = task.metrics[targets.labels.form]
+        refuse_unknown_metrics(job, measured)
+        if trains is not None and trains.stopping is not None:
+            refuse_unmeasured_stopping(job, trains.stopping, measured)
+    if trains is not None and "train" in raw and not raw["train"].partial:
         with found.collected():
-            split_validation(raw["train"], job.seed)
+            rows = len(raw["train"].rows)
+            if "validation" not in raw:
+                rows = len(split_validation(raw["train"], job.seed)[0])
+            _refuse_few_rows(job, rows, trains.batch)
     return counts
+
+
+def _refuse_few_rows(job: TrainerJob, rows: int, batch: int) -> None:
+    """Raise StageError CONFIG `FewRows` if the train split does not fill a step, as the plan does after prepare."""
+    if job.task in _ONE_FEATURE_A_ROW and rows < batch:
+        raise StageError(
+            FailureClass.CONFIG,
+            "FewRows",
+            f"training.globalBatchSize is {batch}, and {rows} rows are left for training.",
+            f"Add rows, or set training.globalBatchSize to {max(rows, 1)} or less.",
+        )
+
+
+_ONE_FEATURE_A_ROW = ("text-classification", "summarization", "translation", "preference-tuning")
+"""Tasks whose steps count rows; those of others count windows or packs, whose number only prepare knows."""
 
 
 def _described(

@@ -42,7 +42,13 @@ from finetune_trainer.data.spool import write_tables
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import discard, discard_leftovers, locked, temporary_folder
 from finetune_trainer.metric_names import refuse_unknown_metrics
-from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
+from finetune_trainer.models import (
+    load_config,
+    load_tokenizer,
+    refuse_long_answers,
+    truncation_length,
+    window_stride,
+)
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.storage import storage_errors_named
 from finetune_trainer.tasks.task_protocol import Coding, Labels, Targets, TaskModule
@@ -217,6 +223,7 @@ def _order(job: TrainerJob) -> _Order:
         task.refuse_packing(job, config)
     parts = parts_of(job, task, trains=job.training is not None)
     max_length = truncation_length(job, config)
+    refuse_long_answers(job, config)
     stride = window_stride(job, max_length)
     tokenizer = load_tokenizer(job)
     basis = {

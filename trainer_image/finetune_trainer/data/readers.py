@@ -38,6 +38,7 @@ from finetune_trainer.data.text_formats import (
     kind_of,
     lines_of,
     no_utf8,
+    not_binary,
     refuse_other_content,
     separated,
     shortened_value,
@@ -262,7 +263,7 @@ def _read_parquet(file: RawFile, wanted: Sequence[str], seen: dict[str, None]) -
             for batch in parquet.iter_batches(_batch_rows(parquet.metadata), columns=columns):
                 yield pa.Table.from_batches([batch])
     except (pa.ArrowInvalid, pa.ArrowIOError, OSError) as error:
-        raise unreadable(file, error) from error
+        raise not_binary(file, "Parquet", error) from error
 
 
 def _batch_rows(metadata: pq.FileMetaData) -> int:
@@ -290,7 +291,7 @@ def _read_arrow(file: RawFile, wanted: Sequence[str], seen: dict[str, None]) -> 
             for batch in batches:
                 yield pa.Table.from_batches([batch])
     except (pa.ArrowInvalid, pa.ArrowIOError, OSError) as error:
-        raise unreadable(file, error) from error
+        raise not_binary(file, "Arrow IPC", error) from error
 
 
 def _column_names(file: RawFile, schema: pa.Schema) -> list[str]:

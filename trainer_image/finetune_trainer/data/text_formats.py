@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -157,6 +158,7 @@ def separated(
             header = next(reader, [])
             if wanted and not set(header) & set(wanted) and _is_row(file, header, delimiter):
                 raise _no_header(file, header, delimiter, wanted)
+            _refuse_other_separator(file, header, wanted)
             if len(set(header)) < len(header):
                 raise corrupt(file, 1, f"the header names a column twice: {', '.join(header)}.")
             records.begin()
@@ -175,6 +177,20 @@ def separated(
             raise corrupt(file, max(reader.line_num, 1), f"not CSV: {error}.") from None
 
     return rows
+
+
+def _refuse_other_separator(file: RawFile, header: Sequence[str], wanted: Sequence[str]) -> None:
+    """Raise StageError DATA if another character than those of `_DELIMITERS` separates the columns that a job names."""
+    if len(header) != 1 or len(wanted) < 2:
+        return
+    for sign in re.findall(r"[^\w\s]", header[0]):
+        if set(wanted) <= {name.strip() for name in header[0].split(sign)}:
+            raise StageError(
+                FailureClass.DATA,
+                "OtherFormat",
+                f"{file.name}, line 1: {sign!r} separates the columns.",
+                f"Write the file with {', '.join(_DELIMITERS.values())} instead.",
+            )
 
 
 def _records_of(reader: Any) -> Iterator[list[str] | Rejected]:
@@ -314,6 +330,10 @@ def refuse_other_content(file: RawFile) -> None:
     for mark, (kind, hint) in _OTHER_CONTENT.items():
         if start.startswith(mark):
             raise StageError(FailureClass.DATA, "OtherFormat", f"{file.name} is {kind}, not text.", hint)
+    name = file.name.removesuffix(compression_of(file.name))
+    for pattern, (kind, hint, endings) in _OTHER_TEXT.items():
+        if name.endswith(endings) and re.match(pattern, start, re.IGNORECASE):
+            raise StageError(FailureClass.DATA, "OtherFormat", f"{file.name} is {kind}.", hint)
     encoding = next((name for mark, name in _ENCODING_MARKS.items() if start.startswith(mark)), None)
     if encoding is None and start.count(0) * 4 > len(start):
         encoding = "UTF-16LE" if start[1::2].count(0) > start[::2].count(0) else "UTF-16BE"
@@ -341,6 +361,27 @@ _OTHER_CONTENT = {
     b"\xfd7zXZ": ("compressed", "Add .xz to its name."),
 }
 """First bytes of other kinds of files -> the kind, and the hint."""
+_POINTER = rb"version https://git-lfs\.github\.com/spec/"
+_TABLES = (".csv", ".tsv", ".jsonl")
+_OTHER_TEXT = {
+    _POINTER: ("a pointer of Git LFS, not the data", "Fetch the content with `git lfs pull`.", (*_TABLES, ".json")),
+    rb"\s*<(?:!doctype html|html)": ("a web page, such as a login", "Download the file itself.", _TABLES),
+    rb"\s*\[\s*\{": ("a JSON array, not JSON Lines", "Rename the file to end in .json.", (".jsonl",)),
+}
+"""First bytes of text without a row a line -> the kind, the hint, and the endings of files that cannot be so."""
+
+
+def not_binary(file: RawFile, kind: str, error: object) -> StageError:
+    """Return the error for a file whose ending names a binary format, `kind`, that it does not have."""
+    with file.open() as stream:
+        start = stream.read(_START_BYTES)
+    if re.match(_POINTER, start):
+        pointer, hint, _ = _OTHER_TEXT[_POINTER]
+        return StageError(FailureClass.DATA, "OtherFormat", f"{file.name} is {pointer}.", hint)
+    if start and 0 not in start and not start.startswith((b"PAR1", b"ARROW1")):
+        hint = "Name it by its content: .csv or .jsonl."
+        return StageError(FailureClass.DATA, "OtherFormat", f"{file.name} is text, not {kind}.", hint)
+    return unreadable(file, error)
 
 
 def _excerpt(line: bytes) -> str:

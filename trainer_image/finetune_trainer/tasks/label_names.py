@@ -55,6 +55,34 @@ def numbers_note(split: RawSplit, column: str, names: Sequence[str]) -> tuple[st
     )
 
 
+def similar_note(split: RawSplit, column: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Return a note on labels that are different classes by capitals or spaces at their ends alone."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(name.strip().casefold(), []).append(name)
+    found = next((group for group in alike.values() if len(group) > 1), None)
+    if found is None:
+        return ()
+    shown = ", ".join(map(repr, found[:4]))
+    example = ", ".join(f"{json.dumps(name, ensure_ascii=False)}: {found[0].strip()}" for name in found[:4])
+    return (
+        f"Split {split.name} ({split.origin}): the labels {shown} in column {column!r} differ only in "
+        "capitals or spaces and are different classes. If they are one, set dataset.labels for all values: "
+        f"{{{example}, ...}}.",
+    )
+
+
+def whole_numbers_note(split: RawSplit, column: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Return a note that whole numbers with a decimal point, `names` as `dataset.labels` would have them, are learnt as
+    numbers.
+    """
+    example = ", ".join(f'"{name}": NAME' for name in names[:2]) + (", ..." if len(names) > 2 else "")
+    return (
+        f"Split {split.name} ({split.origin}): column {column!r} holds {len(names)} whole numbers as fractions, which "
+        f"are learnt as numbers (regression). For classes, set dataset.labels: {{{example}}}.",
+    )
+
+
 def mapped_names(given: Mapping[str, str]) -> tuple[str, ...]:
     """Return the names in `dataset.labels`, in the order of their ids: that of the values, whole numbers by size."""
     whole = all(_WHOLE_NUMBER.fullmatch(value) for value in given)

@@ -24,7 +24,15 @@ from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.class_figures import Confusion, informative_rows
 from finetune_trainer.tasks.encoding import encodings, never_empty
 from finetune_trainer.tasks.label_forms import FORMS, SECRET, Form, Logits, form_of
-from finetune_trainer.tasks.label_names import PATH, mapped, mapped_names, numbers_note, unused_note
+from finetune_trainer.tasks.label_names import (
+    PATH,
+    mapped,
+    mapped_names,
+    numbers_note,
+    similar_note,
+    unused_note,
+    whole_numbers_note,
+)
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.row_checks import is_text, not_set, refuse_not_text, refuse_other_columns, row_error
 from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, Labels, Targets
@@ -131,7 +139,7 @@ class TextClassification(heads.HeadModels):
             names, notes = mapped_names(given), unused_note(split, column, values[role], given)
         else:
             names = form.names(split, column, values[role]) if known is None else known.names
-            notes = numbers_note(split, column, names) if known is None and names else ()
+            notes = _notes(split, column, form, values[role], names) if known is None else ()
         if known is not None:
             names = known.names
         if form.name == "single_label_classification" and len(names) < 2:
@@ -285,6 +293,21 @@ def _logits(answers: Sequence[Answer]) -> Logits:
 
 def _is_secret(values: Sequence[Any]) -> bool:
     return all(value == SECRET for value in values)
+
+
+_FEW_NUMBERS = 10
+"""Different whole numbers up to which a column of fractions looks like classes."""
+
+
+def _notes(split: RawSplit, column: str, form: Form, values: Sequence[Any], names: Sequence[str]) -> tuple[str, ...]:
+    """Return notes on labels that may mean something else, by the split that defines them."""
+    if form.name != "regression":
+        return (*numbers_note(split, column, names), *similar_note(split, column, names)) if names else ()
+    distinct = sorted(set(values))
+    if len(distinct) > _FEW_NUMBERS or not all(value.is_integer() for value in distinct):
+        return ()
+    written = {str(value) for value in FORMS["single_label_classification"].values(split, column)}
+    return whole_numbers_note(split, column, sorted(written, key=float))
 
 
 def _refuse_other_form(split: RawSplit, column: str, form: Form, given: Mapping[str, str]) -> None:
