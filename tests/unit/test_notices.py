@@ -45,6 +45,18 @@ UNUSUAL: dict[str, tuple[dict[str, Any], str]] = {
     "a low rate": ({"training": {"learningRate": 2e-9}}, "spec.training.learningRate: 2e-09 is so low"),
     "a high rate": ({"training": {"learningRate": 2}}, "spec.training.learningRate: 2 is very high for adamw"),
     "strong decay": ({"training": {"weightDecay": 1}}, "spec.training.weightDecay: 1 is unusually high"),
+    "a long warm-up": (
+        {"training": {"maxSteps": 10, "warmupSteps": 100}},
+        "spec.training.warmupSteps: 100 is as long as the run of 10",
+    ),
+    "a test split that is learnt": (
+        {"dataset": {"uri": "hf://a/b", "splits": {"test": "train"}}},
+        "spec.dataset.splits.test: train is also the train",
+    ),
+    "a fraction of 100": (
+        {"task": "translation", "evaluation": {"gate": {"metric": "bleu", "minimum": 0.3}}},
+        "spec.evaluation.gate.minimum: 0.3 is met by nearly every model, as bleu is 0 to 100; write 30 for 30%",
+    ),
     "many cores": ({"resources": {"cpu": "1000"}}, "spec.resources.cpu: 1,000 cores per pod"),
     "a large rank": (
         {"model": {"uri": "hf://a/b", "adapter": {"method": "lora", "rank": 2048}}},

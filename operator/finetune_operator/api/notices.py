@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pydantic import JsonValue
 
 from finetune_contract.choices import OptimizerName, Task
+from finetune_contract.metrics import GREATEST
 from finetune_operator.api.copied import settle
 from finetune_operator.api.field_values import value_at
 from finetune_operator.api.quantities import parse_quantity
@@ -69,7 +70,13 @@ def notices(spec: FineTuneJobSpec) -> tuple[str, ...]:
     settled = settle(spec)
     more = len(settled.notes) - MOST_NOTICES
     rest = (f"{more} more settings are ignored or mapped to fields",) if more > 0 else ()
-    return (*settled.notes[:MOST_NOTICES], *rest, *_unusual(settled.spec), *_of_servers(settled.spec))
+    return (
+        *settled.notes[:MOST_NOTICES],
+        *rest,
+        *_unusual(settled.spec),
+        *_gate(settled.spec),
+        *_of_servers(settled.spec),
+    )
 
 
 def null_evaluation(document: JsonValue) -> Iterator[str]:
@@ -85,6 +92,21 @@ def null_evaluation(document: JsonValue) -> Iterator[str]:
 
 LEAST_SERVER = "900Mi"
 """Memory below which no server starts: a process that has imported torch and transformers takes 880 MiB."""
+
+
+def _gate(spec: FineTuneJobSpec) -> Iterator[str]:
+    """Yield a minimum that nearly every model reaches, because it is a fraction of a metric up to 100."""
+    gate = spec.evaluation.gate if spec.evaluation else None
+    minimum = None if gate is None else gate.minimum
+    if gate is not None and minimum is not None and GREATEST.get(gate.metric) == PERCENT and 0 < minimum <= 1:
+        yield (
+            f"spec.evaluation.gate.minimum: {minimum:g} is met by nearly every model, as {gate.metric} is 0 to "
+            f"{PERCENT:g}; write {PERCENT * minimum:g} for {minimum:.0%}"
+        )
+
+
+PERCENT = 100
+"""Greatest value of metrics that are no fractions."""
 
 
 def _of_servers(spec: FineTuneJobSpec) -> Iterator[str]:
@@ -137,17 +159,35 @@ def _unusual(spec: FineTuneJobSpec) -> Iterator[str]:
             f"spec.training.warmupSteps: {training.warmup_steps:g} is a large fraction of all steps for a "
             "warm-up (usual: 0.03 to 0.1)"
         )
+    if training.max_steps is not None and training.warmup_steps >= training.max_steps:
+        yield (
+            f"spec.training.warmupSteps: {training.warmup_steps:g} is as long as the run of {training.max_steps} "
+            "steps: the learning rate does not reach its peak"
+        )
     values = spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
     for path, (most, sentence) in UNUSUAL.items():
         value = value_at(values, tuple(path.split(".")))
         number = float(parse_quantity(value)) if isinstance(value, str) else value
         if isinstance(number, int | float) and number > most:
             yield f"spec.{path}: {number:,g} {sentence}"
+    yield from _repeated_splits(spec)
+
+
+def _repeated_splits(spec: FineTuneJobSpec) -> Iterator[str]:
+    """Yield splits that are also the training split."""
     splits = spec.dataset.splits if spec.dataset else None
-    if splits is not None and splits.validation is not None and splits.validation == (splits.train or "train"):
+    if splits is None:
+        return
+    trained = splits.train or "train"
+    if splits.validation == trained:
         yield (
-            f"spec.dataset.splits.validation: {splits.validation} is also the training split, so validation "
+            f"spec.dataset.splits.validation: {trained} is also the training split, so validation "
             "measures memorization; leave it out to hold out 5 % of train"
+        )
+    if splits.test == trained:
+        yield (
+            f"spec.dataset.splits.test: {trained} is also the training split, so the evaluation measures "
+            "memorization; leave it out to evaluate on the validation split"
         )
 
 
