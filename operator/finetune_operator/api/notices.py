@@ -70,7 +70,7 @@ def notices(spec: FineTuneJobSpec) -> tuple[str, ...]:
     settled = settle(spec)
     more = len(settled.notes) - MOST_NOTICES
     rest = (f"{more} more settings are ignored or mapped to fields",) if more > 0 else ()
-    found = (_unusual, _gate, _of_servers, _of_stopping, _of_trackers)
+    found = (_unusual, _of_gate, _of_servers, _of_stopping, _of_trackers)
     return (*settled.notes[:MOST_NOTICES], *rest, *(each for kind in found for each in kind(settled.spec)))
 
 
@@ -89,7 +89,7 @@ LEAST_SERVER = "900Mi"
 """Memory below which no server starts: a process that has imported torch and transformers takes 880 MiB."""
 
 
-def _gate(spec: FineTuneJobSpec) -> Iterator[str]:
+def _of_gate(spec: FineTuneJobSpec) -> Iterator[str]:
     """Yield a minimum that nearly every model reaches, because it is a fraction of a metric up to 100."""
     gate = spec.evaluation.gate if spec.evaluation else None
     minimum = None if gate is None else gate.minimum
