@@ -105,8 +105,8 @@ BAD = {
     "a pointer in place of Parquet": Bad(
         "a.parquet", b"version https://git-lfs.github.com/spec/v1\nsize 9\n", "OtherFormat", ("git lfs pull",)
     ),
-    "text in place of Parquet": Bad("a.parquet", content(",").encode(), "OtherFormat", ("is text", ".csv or .jsonl")),
-    "text in place of Arrow": Bad("a.arrow", content(",").encode(), "OtherFormat", ("is text", "Arrow IPC")),
+    "text in place of Parquet": Bad("a.parquet", content(",").encode(), "CorruptFile", ("is text", ".csv or .jsonl")),
+    "text in place of Arrow": Bad("a.arrow", content(",").encode(), "CorruptFile", ("is text", "Arrow IPC")),
     "a damaged Parquet file": Bad("a.parquet", b"PAR1 is cut", "CorruptFile", ("cannot be read",)),
     "a web page": Bad("a.csv", b"\n<!DOCTYPE html><html>", "OtherFormat", ("web page", "Download the file itself")),
     "an array in JSON lines": Bad(

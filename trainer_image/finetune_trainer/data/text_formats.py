@@ -380,7 +380,7 @@ def not_binary(file: RawFile, kind: str, error: object) -> StageError:
         return StageError(FailureClass.DATA, "OtherFormat", f"{file.name} is {pointer}.", hint)
     if start and 0 not in start and not start.startswith((b"PAR1", b"ARROW1")):
         hint = "Name it by its content: .csv or .jsonl."
-        return StageError(FailureClass.DATA, "OtherFormat", f"{file.name} is text, not {kind}.", hint)
+        return StageError(FailureClass.DATA, "CorruptFile", f"{file.name} is text, not {kind}.", hint)
     return unreadable(file, error)
 
 
