@@ -10,6 +10,7 @@ import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import yaml
@@ -36,6 +37,10 @@ class Edit:
     moved: str | None = None
     unwrap: bool = False
     """True: a list becomes its one item, or the object with the fields of its items."""
+    first: bool = False
+    """True: a list becomes its first item."""
+    wrap: bool = False
+    """True: an object becomes the one item of a list."""
 
 
 def parts(path: str) -> tuple[PathPart, ...]:
@@ -98,8 +103,12 @@ def _metrics(problem: Problem, text: str) -> list[list[Edit]]:
 
 
 def _unwrapped(problem: Problem, text: str) -> list[list[Edit]]:
-    """Parse the hint to write an object in place of a list."""
+    """Parse the hint to write an object in place of a list, or a list of it."""
     dashes = re.match(r"write its (fields below it|one item), ?without the|write its one item without the list", text)
+    if text.startswith("write one of its items, without the list"):
+        return [[Edit(problem.path, first=True)]]
+    if text.startswith("make it a list: put a dash before its first field"):
+        return [[Edit(problem.path, wrap=True)]]
     return [[Edit(problem.path, unwrap=True)]] if dashes else []
 
 
@@ -150,13 +159,15 @@ def _left_or_set(problem: Problem, text: str) -> list[list[Edit]]:
 
 
 def _written(problem: Problem, text: str) -> list[list[Edit]]:
-    """Parse `write VALUE`, `use 96 or 112`."""
+    """Parse `write VALUE`, `use 96 or 112`, and the example of a form."""
+    if found := re.match(rf"(?:set it to|write (?:it with|a size|a number)) [^;]*?(?:e\.g\.|such as) {_VALUE}", text):
+        return [[Edit(problem.path, _number(found[1]))]]
     if found := re.match(r"write `(\w+): \{\}`", text):
         return [[Edit(f"spec.{found[1]}", {})]]
     if found := re.match(r"write the URI one level deeper, as uri: (\S+)$", text):
         return [[Edit(problem.path, {"uri": found[1]})]]
     found = re.match(rf"write (?:one of )?(?:[a-zA-Z]+: (?=\S))?{_VALUE}(?=$|[,;]| to take| or | \(|\?|: [a-z])", text)
-    found = found or re.match(rf"use {_VALUE}(?=,| or |$)", text)
+    found = found or re.match(rf"use {_VALUE}(?=,| or |$)", text) or re.match(r"write their number, (\d+);", text)
     if (
         not found
         or found[1].endswith(("://", "ORG/NAME", "CLAIM/PATH"))
@@ -176,6 +187,9 @@ def apply(document: dict[str, Any], edits: list[Edit]) -> dict[str, Any]:
                 {name: value for item in items for name, value in item.items()} if isinstance(items[0], dict) else None
             )
             _put(changed, parts(edit.field), merged or items[0])
+        elif edit.first or edit.wrap:
+            _, value = _take(changed, parts(edit.field))
+            _put(changed, parts(edit.field), value[0] if edit.first else [value])
         elif edit.moved is not None:
             there, value = _take(changed, parts(edit.field))
             if there:
@@ -203,8 +217,9 @@ def _take(document: Any, path: tuple[PathPart, ...]) -> tuple[bool, Any]:
 
 
 def _put(document: Any, path: tuple[PathPart, ...], value: Any) -> None:
-    for part in path[:-1]:
-        if isinstance(document, dict) and not isinstance(document.get(part), dict | list):
+    for part, inner in pairwise(path):
+        form = dict | list if isinstance(inner, int) else dict
+        if isinstance(document, dict) and not isinstance(document.get(part), form):
             document[part] = {}
         document = document[part]
     document[path[-1]] = value
