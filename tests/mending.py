@@ -6,13 +6,19 @@ of edits that were written by hand from the message alone.
 
 from __future__ import annotations
 
+import ast
 import copy
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 import yaml
 
 from finetune_operator.api.problems import PathPart, Problem, format_path
@@ -24,7 +30,7 @@ _FREE = ("deepspeedConfig", "arguments")
 """Fields with free content for other tools: they contain no names of ours."""
 _PART = re.compile(r"""\.?([A-Za-z_][\w-]*)|\[([0-9]+)\]|\["((?:[^"\\]|\\.)*)"\]""")
 _VALUE = r"(\{(?:[^{}]|\{[^{}]*\})*\}|\[[^\]]*\]|\"[^\"]*\"|\w+\[[0-9:%]+\]|[\w.:/+-]*[\w/}])"
-_FIELD = r"(it|(?:spec|metadata)\.[\w.]*\w|[a-z][\w.]*\w)"
+_FIELD = r"(it|(?:spec|metadata)\.[\w.\[\]]*[\w\]]|[a-z][\w.]*\w)"
 _END = r"(?=$|[,;:.]| \(| or | and | to take|\?)"
 
 
@@ -166,7 +172,7 @@ def _written(problem: Problem, text: str) -> list[list[Edit]]:
         return [[Edit(f"spec.{found[1]}", {})]]
     if found := re.match(r"write the URI one level deeper, as uri: (\S+)$", text):
         return [[Edit(problem.path, {"uri": found[1]})]]
-    found = re.match(rf"write (?:one of )?(?:[a-zA-Z]+: (?=\S))?{_VALUE}(?=$|[,;]| to take| or | \(|\?|: [a-z])", text)
+    found = re.match(rf"write (?:one of )?(?:[a-zA-Z]+: (?=\S))?{_VALUE}(?=$|[,;]| to take| for WSL| or | \(|\?|: [a-z])", text)
     found = found or re.match(rf"use {_VALUE}(?=,| or |$)", text) or re.match(r"write their number, (\d+);", text)
     if (
         not found
@@ -270,3 +276,32 @@ def job_document(spec: Mapping[str, Any]) -> dict[str, Any]:
         "metadata": {"name": "a"},
         "spec": {name: value for name, value in whole.items() if value is not None},
     }
+
+
+@contextmanager
+def created_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, int]]]:
+    """Collect the files and lines that create problems meanwhile."""
+    reached: set[tuple[str, int]] = set()
+    create = Problem.__init__
+
+    def created(problem: Problem, *values: Any, **named: Any) -> None:
+        caller = sys._getframe(1)
+        reached.add((caller.f_code.co_filename, caller.f_lineno))
+        create(problem, *values, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Problem, "__init__", created)
+        yield reached
+
+
+def missed_calls(module: ModuleType, reached: Collection[tuple[str, int]]) -> list[str]:
+    """Return the file and line of each call in the module that creates a problem and was not reached."""
+    file = Path(str(module.__file__))
+    calls = [
+        node
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Problem"
+    ]
+    assert calls
+    lines = [(call.lineno, range(call.lineno, (call.end_lineno or call.lineno) + 1)) for call in calls]
+    return [f"{file.name}:{first}" for first, call in lines if not any((str(file), line) in reached for line in call)]
