@@ -128,7 +128,7 @@ def picture(steps: Sequence[Step], folder: Path) -> str:
             taken = f"real {int(step.seconds // 60)}m{step.seconds % 60:.0f}s"
             run = CommandRun(f"time {run.command}", f"{run.output.rstrip()}\n{taken}\n")
         shown += [(run, excerpt) for start, excerpt in SHOWN.items() if step.run.command.startswith(start)]
-    return terminal_svg("From a CSV file to a model", shown)
+    return terminal_svg("From a CSV file to a model", shown, wrap=True)
 
 
 def main() -> None:

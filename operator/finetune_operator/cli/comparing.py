@@ -199,7 +199,7 @@ def _metrics(runs: Sequence[Run]) -> Iterator[Figure]:
         if name == "rows":
             continue
         yield from _figure(runs, name, _of("evaluate", name), _better(name), _four)
-    yield from _figure(runs, "training loss at last", _of("train", "loss_last"), None, _four)
+    yield from _figure(runs, "training loss, last 5 % of steps", _of("train", "loss_last"), None, _four)
 
 
 def _of(section: str, name: str) -> Callable[[Run], object]:

@@ -74,7 +74,8 @@ def result_rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "accuracy" in evaluated and "accuracy" not in majority:
         rows.append(("accuracy", f"{evaluated['accuracy']:.4f}"))
     if train.get("loss_first") is not None and train.get("loss_last") is not None:
-        rows.append(("loss", f"{train['loss_first']:.4f} at first, {train['loss_last']:.4f} at last"))
+        means = f"{train['loss_first']:.4f} at first, {train['loss_last']:.4f} at last"
+        rows.append(("loss", f"{means}  (means of 5 % of the steps)"))
     if train.get("samples_per_second") is not None:
         rows.append(("speed", f"{train['samples_per_second']:,.1f} samples/s"))
     if train.get("peak_memory_bytes") is not None:
