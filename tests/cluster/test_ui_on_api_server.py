@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import browser
 from cluster_support.plays import RUNS, SUCCEEDS, WRONG_COLUMN
 from cluster_support.world import World
+from finetune_contract.choices import Stage
 from finetune_operator.cli.cluster_jobs import Connection
 from finetune_operator.cli.ui.ui_jobs import ClusterJobs
 from suite_plugins.waiting import wait_until
@@ -48,7 +50,8 @@ def test_jobs_of_a_real_cluster_are_shown_in_each_state_at_each_width(
 ) -> None:
     make_jobs(world)
     monkeypatch.chdir(tmp_path)
-    write_run(Path("runs"), "sentiment", steps=60)
+    write_run(Path("runs"), "sentiment", steps=60, started=time.time() - 600)
+    write_run(Path("runs"), "sentiment-lora", done=(Stage.PREPARE,), steps=40, started=time.time() - 120)
     here = ("job", world.namespace)
     connection = Connection(world.cluster.kubeconfig, namespace=world.namespace)
     with serving(Path("runs"), ClusterJobs(connection)) as client:
@@ -61,7 +64,7 @@ def test_jobs_of_a_real_cluster_are_shown_in_each_state_at_each_width(
         for step, loss in ((40, 0.52), (80, 0.38)):
             (pod,) = world.pods("topics", "train", 1)
             values = {"train_loss": loss, "loss": loss, "step": float(step), "total_steps": 240.0}
-            assert world.report("topics", pod, values, remaining=120).ok
+            assert world.report("topics", pod, values, remaining=42 * (240 - step) // 240)  # of the 42 s that the plan expects.ok
             shown(client, *here, "topics", text=f"step {step}/240")
         assert "step 80  loss 0.38" in shown(client, *here, "topics", text="<polyline")
         pages = {
@@ -70,7 +73,7 @@ def test_jobs_of_a_real_cluster_are_shown_in_each_state_at_each_width(
         }  # fmt: skip
         files = {name: standalone(client, tmp_path / f"{name}.html", *parts) for name, parts in pages.items()}
     if request.config.getoption("--record-ui"):
-        browser.photograph(files["list"], DOCS / "ui.png", tmp_path / "drawn", width=1100, height=450)
+        browser.photograph(files["list"], DOCS / "ui.png", tmp_path / "drawn", width=1100, height=500)
         browser.photograph(files["training"], DOCS / "ui-job.png", tmp_path / "drawn-job", width=1100, height=1250)
     for name, file in files.items():
         for dark in (False, True):
