@@ -51,7 +51,7 @@ def test_jobs_of_a_real_cluster_are_shown_in_each_state_at_each_width(
     make_jobs(world)
     monkeypatch.chdir(tmp_path)
     write_run(Path("runs"), "sentiment", steps=60, started=time.time() - 600)
-    write_run(Path("runs"), "sentiment-lora", done=(Stage.PREPARE,), steps=40, started=time.time() - 120)
+    write_run(Path("runs"), "sentiment-again", done=(Stage.PREPARE,), steps=10, started=time.time() - 120)
     here = ("job", world.namespace)
     connection = Connection(world.cluster.kubeconfig, namespace=world.namespace)
     with serving(Path("runs"), ClusterJobs(connection)) as client:
@@ -73,7 +73,7 @@ def test_jobs_of_a_real_cluster_are_shown_in_each_state_at_each_width(
         }  # fmt: skip
         files = {name: standalone(client, tmp_path / f"{name}.html", *parts) for name, parts in pages.items()}
     if request.config.getoption("--record-ui"):
-        browser.photograph(files["list"], DOCS / "ui.png", tmp_path / "drawn", width=1100, height=500)
+        browser.photograph(files["list"], DOCS / "ui.png", tmp_path / "drawn", width=1100, height=560)
         browser.photograph(files["training"], DOCS / "ui-job.png", tmp_path / "drawn-job", width=1100, height=1250)
     for name, file in files.items():
         for dark in (False, True):
