@@ -172,7 +172,9 @@ def _written(problem: Problem, text: str) -> list[list[Edit]]:
         return [[Edit(f"spec.{found[1]}", {})]]
     if found := re.match(r"write the URI one level deeper, as uri: (\S+)$", text):
         return [[Edit(problem.path, {"uri": found[1]})]]
-    found = re.match(rf"write (?:one of )?(?:[a-zA-Z]+: (?=\S))?{_VALUE}(?=$|[,;]| to take| for WSL| or | \(|\?|: [a-z])", text)
+    found = re.match(
+        rf"write (?:one of )?(?:[a-zA-Z]+: (?=\S))?{_VALUE}(?=$|[,;]| to take| for WSL| or | \(|\?|: [a-z])", text
+    )
     found = found or re.match(rf"use {_VALUE}(?=,| or |$)", text) or re.match(r"write their number, (\d+);", text)
     if (
         not found

@@ -21,6 +21,8 @@ from suite_plugins.waiting import wait_until
 from ui_support import Client, serving, standalone, write_run
 
 DOCS = Path(__file__).parents[2] / "docs"
+EXPECTED_SECONDS = 42
+"""Time of the training by its plan, about."""
 STEP_LOG = "step 40  loss 0.52\nstep 80  loss 0.38\n"
 
 
@@ -64,7 +66,8 @@ def test_jobs_of_a_real_cluster_are_shown_in_each_state_at_each_width(
         for step, loss in ((40, 0.52), (80, 0.38)):
             (pod,) = world.pods("topics", "train", 1)
             values = {"train_loss": loss, "loss": loss, "step": float(step), "total_steps": 240.0}
-            assert world.report("topics", pod, values, remaining=42 * (240 - step) // 240)  # of the 42 s that the plan expects.ok
+            left = EXPECTED_SECONDS * (240 - step) // 240
+            assert world.report("topics", pod, values, remaining=left).ok
             shown(client, *here, "topics", text=f"step {step}/240")
         assert "step 80  loss 0.38" in shown(client, *here, "topics", text="<polyline")
         pages = {

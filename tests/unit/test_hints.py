@@ -138,7 +138,7 @@ def test_the_hint_of_a_rule_keeps_the_rule(name: str, patch: dict[str, Any]) -> 
     assert [] in [problems_of(way) for way in ways], text_of(problems[0])
 
 
-# --------------------------------------------------------------------------------------------------- wrong forms anywhere
+# ------------------------------------------------------------------------------------------------- wrong forms anywhere
 
 FIELDS = sorted(
     {".".join(steps[:count]) for steps in (path.split(".") for path in leaves(spec_shape()))

@@ -97,8 +97,12 @@ CASES: dict[str, Case] = {
     "too many levels": spec(
         None, {"spec.training.arguments": {}}, training={"arguments": {"a": deep(MAX_DEPTH)}}
     ),
-    "too many values": spec(None, {"spec.template.labels": {}}, template={"labels": {f"l{at}": "" for at in range(MAX_VALUES)}}),
-    "too much text": spec(None, {"spec.template.env": []}, template={"env": [{"name": "A", "value": "x" * MAX_CHARACTERS}]}),
+    "too many values": spec(
+        None, {"spec.template.labels": {}}, template={"labels": {f"l{at}": "" for at in range(MAX_VALUES)}}
+    ),
+    "too much text": spec(
+        None, {"spec.template.env": []}, template={"env": [{"name": "A", "value": "x" * MAX_CHARACTERS}]}
+    ),
     "a namespace": Case({**job_document({}), "metadata": {"name": "a", "namespace": "My_Team"}}),
     "a path of Windows": spec(None, dataset={"uri": "file:///C:/data/rows.csv"}),
     "a path in a mounted claim": spec(

@@ -407,7 +407,9 @@ def _in_place_of_object(shape: Shape, path: Sequence[PathPart], value: JsonValue
         case Items() if isinstance(value, dict) and value and set(value) <= set(_column_names()) and leaf == "columns":
             return "move it below spec.predict.dataset, as columns"
         case Fields(fields) if "uri" in fields and (value == [] or not isinstance(value, str | list | dict)):
-            return "leave it out" if value is False and tuple(path) != ("spec", "dataset") else missing(shape, path, None)
+            return (
+                "leave it out" if value is False and tuple(path) != ("spec", "dataset") else missing(shape, path, None)
+            )
         case Text() if is_uri(shape) and isinstance(value, list) and len(value) > 1 and "dataset" in path:
             return "write one URI: a folder with all files, or a glob such as file://data/*.csv"
         case Fields(fields) if "entryPoint" in fields and isinstance(value, str):
