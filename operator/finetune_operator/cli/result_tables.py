@@ -105,7 +105,7 @@ def print_result(console: Console, data: Mapping[str, Any]) -> None:
 
 
 def print_failure(console: Console, failure: FailureStatus, log: str) -> None:
-    """Print the failure, the hint, and the end of the log."""
+    """Print the failure, the hint, and the end of the log without lines that only repeat the failure."""
     rank = "" if failure.rank is None else f" on rank {failure.rank}"
     kind = f"{failure.failure_class} ({failure.reason}), exit code {failure.exit_code}"
     headline = f"Error: {failure.stage} failed{rank}: {kind}"
@@ -115,4 +115,6 @@ def print_failure(console: Console, failure: FailureStatus, log: str) -> None:
         console.print(f"  {failure.hint}", style="yellow", soft_wrap=True)
     console.print(f"  Log: {log}", soft_wrap=True)
     for line in (failure.log_tail or "").splitlines():
+        if failure.message in line and kind.partition(",")[0] in line:
+            continue
         console.print(f"    {line}", style="dim", soft_wrap=True)
