@@ -81,7 +81,9 @@ def test_texts_of_a_server_equal_those_of_the_own_process(
     assert RungTable.model_validate_json(by_server.optimization.read_bytes()).chosen == "vllm"
 
 
-def test_drawn_texts_differ_by_row_and_repeat_with_the_seed(decoder: Path, url: str, tmp_path: Path) -> None:
+def test_drawn_texts_differ_by_row_and_repeat_with_the_seed(
+    decoder: Path, peer: OpenAIPeer, url: str, tmp_path: Path
+) -> None:
     found = []
     for name in ("one", "other"):
         paths = JobPaths(tmp_path / name)
@@ -90,6 +92,8 @@ def test_drawn_texts_differ_by_row_and_repeat_with_the_seed(decoder: Path, url: 
         found.append(texts(paths))
     assert found[0] == found[1]
     assert len(set(found[0])) > ROWS / 2
+    seeds = [body["seed"] for body in peer.requests if body["max_tokens"] == 8]
+    assert len(set(seeds)) == ROWS
 
 
 def test_rows_that_the_server_rejects_go_to_the_side_file(
