@@ -273,15 +273,6 @@ def choose_optimization(draft: Draft) -> Draft:
 
 def _texts_by_server(draft: Draft, asked: PredictSpec) -> Draft:
     """Choose the optimization of texts for `auto` and a server: rounding changes texts, so it needs a tolerance."""
-    path = ("predict", "metricTolerance")
-    if asked.metric_tolerance is not None:
-        return draft.refusing(
-            path,
-            asked.metric_tolerance,
-            "needs a metric, and generated texts have none",
-            "leave it out",
-            "NotSupported",
-        )
     if asked.tolerance is None or draft.spec.generation.num_beams > 1:
         why = "spec.predict.tolerance is not set" if asked.tolerance is None else "a server has no beam search"
         return draft.because(f"spec.predict.server has no effect: {why}, and the model as it is predicts")

@@ -82,6 +82,11 @@ def _by_vllm(spec: FineTuneJobSpec) -> bool:
     return spec.predict is not None and spec.predict.optimization == "vllm"
 
 
+def _has_metric(spec: FineTuneJobSpec) -> bool:
+    predict = spec.predict
+    return predict is None or predict.metric_tolerance is None or (not _by_vllm(spec) and predict.server is None)
+
+
 def _server_is_used(spec: FineTuneJobSpec) -> bool:
     predict = spec.predict
     return predict is None or predict.server is None or predict.optimization in ("auto", "vllm")
@@ -433,9 +438,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "vllm-has-no-metric",
         "predict.metricTolerance",
-        "!has(self.predict) || !has(self.predict.metricTolerance) || self.predict.optimization != 'vllm'",
-        lambda spec: not _by_vllm(spec) or spec.predict is None or spec.predict.metric_tolerance is None,
-        "needs a metric, and generated texts have none",
+        "!has(self.predict) || !has(self.predict.metricTolerance)"
+        " || !(has(self.predict.server) || self.predict.optimization == 'vllm')",
+        _has_metric,
+        "needs a metric, and the texts of spec.predict.server have none",
         "leave it out, or use spec.predict.tolerance, the share of equal texts",
     ),
     Rule(
