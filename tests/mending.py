@@ -6,12 +6,19 @@ of edits that were written by hand from the message alone.
 
 from __future__ import annotations
 
+import ast
 import copy
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 import yaml
 
 from finetune_operator.api.problems import PathPart, Problem, format_path
@@ -23,7 +30,7 @@ _FREE = ("deepspeedConfig", "arguments")
 """Fields with free content for other tools: they contain no names of ours."""
 _PART = re.compile(r"""\.?([A-Za-z_][\w-]*)|\[([0-9]+)\]|\["((?:[^"\\]|\\.)*)"\]""")
 _VALUE = r"(\{(?:[^{}]|\{[^{}]*\})*\}|\[[^\]]*\]|\"[^\"]*\"|\w+\[[0-9:%]+\]|[\w.:/+-]*[\w/}])"
-_FIELD = r"(it|(?:spec|metadata)\.[\w.]*\w|[a-z][\w.]*\w)"
+_FIELD = r"(it|(?:spec|metadata)\.[\w.\[\]]*[\w\]]|[a-z][\w.]*\w)"
 _END = r"(?=$|[,;:.]| \(| or | and | to take|\?)"
 
 
@@ -36,6 +43,10 @@ class Edit:
     moved: str | None = None
     unwrap: bool = False
     """True: a list becomes its one item, or the object with the fields of its items."""
+    first: bool = False
+    """True: a list becomes its first item."""
+    wrap: bool = False
+    """True: an object becomes the one item of a list."""
 
 
 def parts(path: str) -> tuple[PathPart, ...]:
@@ -98,8 +109,12 @@ def _metrics(problem: Problem, text: str) -> list[list[Edit]]:
 
 
 def _unwrapped(problem: Problem, text: str) -> list[list[Edit]]:
-    """Parse the hint to write an object in place of a list."""
+    """Parse the hint to write an object in place of a list, or a list of it."""
     dashes = re.match(r"write its (fields below it|one item), ?without the|write its one item without the list", text)
+    if text.startswith("write one of its items, without the list"):
+        return [[Edit(problem.path, first=True)]]
+    if text.startswith("make it a list: put a dash before its first field"):
+        return [[Edit(problem.path, wrap=True)]]
     return [[Edit(problem.path, unwrap=True)]] if dashes else []
 
 
@@ -150,13 +165,17 @@ def _left_or_set(problem: Problem, text: str) -> list[list[Edit]]:
 
 
 def _written(problem: Problem, text: str) -> list[list[Edit]]:
-    """Parse `write VALUE`, `use 96 or 112`."""
+    """Parse `write VALUE`, `use 96 or 112`, and the example of a form."""
+    if found := re.match(rf"(?:set it to|write (?:it with|a size|a number)) [^;]*?(?:e\.g\.|such as) {_VALUE}", text):
+        return [[Edit(problem.path, _number(found[1]))]]
     if found := re.match(r"write `(\w+): \{\}`", text):
         return [[Edit(f"spec.{found[1]}", {})]]
     if found := re.match(r"write the URI one level deeper, as uri: (\S+)$", text):
         return [[Edit(problem.path, {"uri": found[1]})]]
-    found = re.match(rf"write (?:one of )?(?:[a-zA-Z]+: (?=\S))?{_VALUE}(?=$|[,;]| to take| or | \(|\?|: [a-z])", text)
-    found = found or re.match(rf"use {_VALUE}(?=,| or |$)", text)
+    found = re.match(
+        rf"write (?:one of )?(?:[a-zA-Z]+: (?=\S))?{_VALUE}(?=$|[,;]| to take| for WSL| or | \(|\?|: [a-z])", text
+    )
+    found = found or re.match(rf"use {_VALUE}(?=,| or |$)", text) or re.match(r"write their number, (\d+);", text)
     if (
         not found
         or found[1].endswith(("://", "ORG/NAME", "CLAIM/PATH"))
@@ -176,6 +195,9 @@ def apply(document: dict[str, Any], edits: list[Edit]) -> dict[str, Any]:
                 {name: value for item in items for name, value in item.items()} if isinstance(items[0], dict) else None
             )
             _put(changed, parts(edit.field), merged or items[0])
+        elif edit.first or edit.wrap:
+            _, value = _take(changed, parts(edit.field))
+            _put(changed, parts(edit.field), value[0] if edit.first else [value])
         elif edit.moved is not None:
             there, value = _take(changed, parts(edit.field))
             if there:
@@ -203,8 +225,9 @@ def _take(document: Any, path: tuple[PathPart, ...]) -> tuple[bool, Any]:
 
 
 def _put(document: Any, path: tuple[PathPart, ...], value: Any) -> None:
-    for part in path[:-1]:
-        if isinstance(document, dict) and not isinstance(document.get(part), dict | list):
+    for part, inner in pairwise(path):
+        form = dict | list if isinstance(inner, int) else dict
+        if isinstance(document, dict) and not isinstance(document.get(part), form):
             document[part] = {}
         document = document[part]
     document[path[-1]] = value
@@ -255,3 +278,32 @@ def job_document(spec: Mapping[str, Any]) -> dict[str, Any]:
         "metadata": {"name": "a"},
         "spec": {name: value for name, value in whole.items() if value is not None},
     }
+
+
+@contextmanager
+def created_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, int]]]:
+    """Collect the files and lines that create problems meanwhile."""
+    reached: set[tuple[str, int]] = set()
+    create = Problem.__init__
+
+    def created(problem: Problem, *values: Any, **named: Any) -> None:
+        caller = sys._getframe(1)
+        reached.add((caller.f_code.co_filename, caller.f_lineno))
+        create(problem, *values, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Problem, "__init__", created)
+        yield reached
+
+
+def missed_calls(module: ModuleType, reached: Collection[tuple[str, int]]) -> list[str]:
+    """Return the file and line of each call in the module that creates a problem and was not reached."""
+    file = Path(str(module.__file__))
+    calls = [
+        node
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Problem"
+    ]
+    assert calls
+    lines = [(call.lineno, range(call.lineno, (call.end_lineno or call.lineno) + 1)) for call in calls]
+    return [f"{file.name}:{first}" for first, call in lines if not any((str(file), line) in reached for line in call)]

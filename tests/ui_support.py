@@ -52,8 +52,9 @@ def write_run(
     steps: int = 20,
     log: str = "step 1  loss 0.7\n",
     spec: Mapping[str, Any] | None = None,
+    started: float = 1_790_000_000.0,
 ) -> JobPaths:
-    """Write a run with the successful stages `done`, and `steps` logged steps of training."""
+    """Write a run with the successful stages `done`, and `steps` logged steps of training; `started`: Unix time."""
     gate = {"evaluation": {"gate": {"metric": "accuracy", "minimum": 0.8}}}
     planned = plan(job({"predict": {}, **gate, **(spec or {})}, name), Facts(model=BERT, local=True), LOCAL_SETTINGS)
     paths = JobPaths.of(workspace, name)
@@ -63,7 +64,7 @@ def write_run(
     paths.job.write_text(files(planned)[JOB_FILE], encoding="utf-8")
     begun = ALL[: len(done) + 1] if len(done) < len(ALL) else ALL
     for number, stage in enumerate(begun):
-        progress = Progress(stage=stage, step=10, total_steps=40, loss=0.5, time=1_790_000_000.0 + number)
+        progress = Progress(stage=stage, step=10, total_steps=40, loss=0.5, time=started + number)
         (paths.logs / f"{stage}.progress.jsonl").write_text(
             progress.model_dump_json(by_alias=True) + "\n", encoding="utf-8"
         )

@@ -51,13 +51,13 @@ class Excerpt:
         return shown
 
 
-def terminal_svg(title: str, session: Sequence[tuple[CommandRun, Excerpt]]) -> str:
-    """Return the session as an SVG."""
+def terminal_svg(title: str, session: Sequence[tuple[CommandRun, Excerpt]], *, wrap: bool = False) -> str:
+    """Return the session as an SVG; long lines are cut, or wrapped."""
     console = Console(record=True, width=WIDTH, file=StringIO(), force_terminal=True, color_system="truecolor")
     for run, excerpt in session:
         console.print(Text.assemble(("$ ", "bold green"), (run.command, "bold")), overflow="fold")
         for line in excerpt.of(run.output):
-            console.print(Text(line), overflow="ellipsis", no_wrap=True)
+            console.print(Text(line), overflow="fold" if wrap else "ellipsis", no_wrap=not wrap)
         console.print()
     form = _FETCHED_FONT.sub("", CONSOLE_SVG_FORMAT).replace(
         "Fira Code, monospace", "ui-monospace, Menlo, Consolas, monospace"

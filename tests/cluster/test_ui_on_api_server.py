@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +14,15 @@ import pytest
 import browser
 from cluster_support.plays import RUNS, SUCCEEDS, WRONG_COLUMN
 from cluster_support.world import World
+from finetune_contract.choices import Stage
 from finetune_operator.cli.cluster_jobs import Connection
 from finetune_operator.cli.ui.ui_jobs import ClusterJobs
 from suite_plugins.waiting import wait_until
 from ui_support import Client, serving, standalone, write_run
 
 DOCS = Path(__file__).parents[2] / "docs"
+EXPECTED_SECONDS = 42
+"""Time of the training by its plan, about."""
 STEP_LOG = "step 40  loss 0.52\nstep 80  loss 0.38\n"
 
 
@@ -48,7 +52,8 @@ def test_jobs_of_a_real_cluster_are_shown_in_each_state_at_each_width(
 ) -> None:
     make_jobs(world)
     monkeypatch.chdir(tmp_path)
-    write_run(Path("runs"), "sentiment", steps=60)
+    write_run(Path("runs"), "sentiment", steps=60, started=time.time() - 600)
+    write_run(Path("runs"), "sentiment-again", done=(Stage.PREPARE,), steps=10, started=time.time() - 120)
     here = ("job", world.namespace)
     connection = Connection(world.cluster.kubeconfig, namespace=world.namespace)
     with serving(Path("runs"), ClusterJobs(connection)) as client:
@@ -61,7 +66,8 @@ def test_jobs_of_a_real_cluster_are_shown_in_each_state_at_each_width(
         for step, loss in ((40, 0.52), (80, 0.38)):
             (pod,) = world.pods("topics", "train", 1)
             values = {"train_loss": loss, "loss": loss, "step": float(step), "total_steps": 240.0}
-            assert world.report("topics", pod, values, remaining=120).ok
+            left = EXPECTED_SECONDS * (240 - step) // 240
+            assert world.report("topics", pod, values, remaining=left).ok
             shown(client, *here, "topics", text=f"step {step}/240")
         assert "step 80  loss 0.38" in shown(client, *here, "topics", text="<polyline")
         pages = {
@@ -70,7 +76,7 @@ def test_jobs_of_a_real_cluster_are_shown_in_each_state_at_each_width(
         }  # fmt: skip
         files = {name: standalone(client, tmp_path / f"{name}.html", *parts) for name, parts in pages.items()}
     if request.config.getoption("--record-ui"):
-        browser.photograph(files["list"], DOCS / "ui.png", tmp_path / "drawn", width=1100, height=450)
+        browser.photograph(files["list"], DOCS / "ui.png", tmp_path / "drawn", width=1100, height=560)
         browser.photograph(files["training"], DOCS / "ui-job.png", tmp_path / "drawn-job", width=1100, height=1250)
     for name, file in files.items():
         for dark in (False, True):

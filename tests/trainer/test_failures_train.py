@@ -203,7 +203,7 @@ def test_report_uses_results_of_stages_and_survives_damaged_ones(finished):
     assert (written.returncode, written.stdout) == (0, ""), written.stderr
     page = finished.paths.report.read_text(encoding="utf-8")
     assert "polyline" in page
-    assert "Loss last" in page
+    assert "Loss, last 5 % of the steps" in page
     assert "transformers" in json.loads(finished.paths.environment.read_text(encoding="utf-8"))["versions"]
 
     finished.paths.metrics.write_text("{", encoding="utf-8")

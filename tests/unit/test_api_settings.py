@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from finetune_operator.api import settings_check
 from finetune_operator.api.docs import SETTINGS_EXAMPLE
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import Price, Settings
 from finetune_operator.api.settings_check import check_settings
 from finetune_operator.documents import read_documents
 from finetune_operator.settings_file import SettingsError, read_settings_file
+from mending import GONE, Edit, alternatives, apply, created_at, missed_calls, without_gone
 
 PRICE = {"product": "H100", "gpus": 8, "perHour": 90.0}
 WRONG: dict[str, tuple[Any, list[tuple[str, str | None, str]]]] = {
@@ -60,6 +62,18 @@ WRONG: dict[str, tuple[Any, list[tuple[str, str | None, str]]]] = {
             ("networkPolicy.extraEgress[0].ports[0].port", None, "Required"),
             ("networkPolicy.extraEgress[0].ports[0].prot", "1", "Unknown"),
         ],
+    ),
+    "a bound of costs without prices": ({"allow": {"maxCost": 5}}, [("allow.maxCost", "5.0", "Required")]),
+    "huge pages that are none, and a variable that is none": (
+        {"network": {"devices": [{"resource": "a.com/rdma", "hugePages": "3Mi", "env": {"NCCL-IB": "mlx5"}}]}},
+        [
+            ("network.devices[0].hugePages", '"3Mi"', "Invalid"),
+            ("network.devices[0].env.NCCL-IB", None, "Invalid"),
+        ],
+    ),
+    "two rows of one GPU": (
+        {"hardware": [{"name": "X1", "memory": "80Gi"}, {"name": "x1", "memory": "40Gi"}]},
+        [("hardware[1].name", '"x1"', "Duplicate")],
     ),
     "a currency in words": ({"currency": "dollars"}, [("currency", '"dollars"', "Invalid")]),
     "two prices for the same node": (
@@ -113,6 +127,53 @@ def test_all_problems_of_the_settings_are_reported_at_once(case: str) -> None:
     assert settings is None
     assert [(problem.path, problem.value, problem.reason) for problem in problems] == expected
     assert all(problem.rule and problem.hint for problem in problems)
+
+
+CHOSEN: dict[str, dict[str, Any]] = {
+    "limits.restartDelaySeconds": {"limits.restartDelaySeconds": 30, "limits.restartDelayMostSeconds": 60},
+    "defaults.image": {"defaults.image": "registry.example.com/finetune-trainer:0.1.0"},
+    "networkPolicy.extraEgress[0].to[0].ipBlock.cidr": {
+        "networkPolicy.extraEgress[0].to[0].ipBlock.cidr": "10.0.0.0/8"
+    },
+    "networkPolicy.extraEgress[0].to[0].ipBlock.except[0]": {
+        "networkPolicy.extraEgress[0].to[0].ipBlock.except": ["10.1.0.0/16"]
+    },
+    "networkPolicy.extraEgress[0].to[1]": {"networkPolicy.extraEgress[0].to[1]": {"podSelector": {}}},
+    "networkPolicy.extraEgress[1].to[0]": {"networkPolicy.extraEgress[1].to[0]": {"podSelector": {}}},
+    "networkPolicy.extraEgress[0].ports[0].port": {},
+    "prices[2]": {"prices[2]": GONE},
+    "namespaces[1]": {"namespaces[1]": GONE},
+    "prices[0].perHour": {"prices[0].perHour": 1.0},
+    "spot.nodes[0].pool": {"spot.nodes[0].pool": "spot"},
+    "spot.nodes[1]": {"spot.nodes[1]": GONE},
+    "allow.maxCost": {"prices": [PRICE]},
+    "network.devices[0].hugePages": {"network.devices[0].hugePages": "5120Mi"},
+    "network.devices[0].env.NCCL-IB": {"network.devices[0].env": {"NCCL_IB_HCA": "mlx5"}},
+    "hardware[1].name": {"hardware[1]": GONE},
+}
+"""Blamed path -> edits, where the hint leaves a choice to the administrator."""
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_settings_are_valid_once_their_hints_are_followed(case: str) -> None:
+    value, _ = WRONG[case]
+    value = value or {}  # settings are an object
+    for _ in range(2):
+        edits: list[Edit] = []
+        for problem in check_settings(value)[1]:
+            chosen = CHOSEN.get(problem.path)
+            ways = alternatives(problem) if chosen is None else [[Edit(*edit) for edit in chosen.items()]]
+            assert ways, f"no hint can be followed: {problem.path}: {problem.hint}"
+            edits += ways[0]
+        value = without_gone(apply(value, edits))
+    assert check_settings(value)[1] == []
+
+
+def test_cases_reach_every_message_about_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    with created_at(monkeypatch) as reached:
+        for value, _ in WRONG.values():
+            check_settings(value)
+    assert missed_calls(settings_check, reached) == []
 
 
 @pytest.mark.parametrize("value", [None, {}, {"namespaces": None, "defaults": {"image": None}}])

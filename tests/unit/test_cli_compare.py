@@ -120,6 +120,8 @@ def test_the_better_value_is_marked_by_the_direction_of_its_metric(tmp_path, run
     assert row(found, "figures", "time of train")["best"] == ["b"]
     assert row(found, "figures", "samples/s")["best"] == ["a", "c"]
     assert row(found, "figures", "peak memory of a process")["best"] == []
+    run("d", evaluated={"accuracy": 0.95004})
+    assert row(data(tmp_path, "a", "d"), "metrics", "accuracy")["best"] == []  # as both are shown as 0.9500
     shown = text(tmp_path, "a", "b", "c")
     assert "0.9500 *  0.9000" in shown
     assert "* the best of its row" in shown

@@ -147,6 +147,12 @@ def test_job_without_the_hub_looks_for_none(monkeypatch: pytest.MonkeyPatch) -> 
     ("command", "message", "code"),
     [
         (
+            "validate --data",
+            'job.yaml:7: spec.dataset.uri: value "hf://some-org/rows@v1": is not in the cache of this machine, and '
+            "{reason}. {hint}.",
+            1,
+        ),
+        (
             "plan",
             "Note: the size of hf://some-org/some-model is assumed: {reason}, and there is no copy here. {hint}.",
             0,
@@ -161,7 +167,9 @@ def test_job_without_the_hub_looks_for_none(monkeypatch: pytest.MonkeyPatch) -> 
 def test_command_reports_an_unreachable_hub_in_one_line(command: str, message: str, code: int, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     with listening(accepts=False) as endpoint:
-        ran = run_finetune(command, "job.yaml", folder=tmp_path, HF_ENDPOINT=endpoint, XDG_CACHE_HOME=str(tmp_path))
+        ran = run_finetune(
+            *command.split(), "job.yaml", folder=tmp_path, HF_ENDPOINT=endpoint, XDG_CACHE_HOME=str(tmp_path)
+        )
     reason = f"{endpoint} cannot be reached (connection refused)"
     lines = [line for line in ran.stderr.splitlines() if "of memory is free" not in line]
     assert (ran.returncode, lines) == (code, [message.format(reason=reason, hint=hub_reach.HINT)])

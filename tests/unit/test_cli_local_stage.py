@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import HardwareFacts
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.report import FailureReport, TrainerReport
 from finetune_operator.api.settings import LOCAL_SETTINGS
+from finetune_operator.api.types import FailureStatus
 from finetune_operator.cli.local_run import note_fewer_processes
 from finetune_operator.cli.local_stage import LOG_LINES, failure_of, stage_command
+from finetune_operator.cli.result_tables import print_failure
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts
 from planning_support.cases import job
@@ -23,6 +27,20 @@ def log(tmp_path: Path) -> Path:
     file = tmp_path / "train.log"
     file.write_text("".join(f"line {number}\n" for number in range(100)))
     return file
+
+
+def test_failure_is_not_repeated_from_the_end_of_its_log() -> None:
+    message = "accuracy is 0.9 on the test split"
+    log = f"step 1\n16:08 GateNotMet (GateNotMet): {message}. Train longer.\nend"
+    failure = FailureStatus(
+        failure_class="GateNotMet", reason="GateNotMet", message=message, hint="Train longer.", stage=Stage.EVALUATE,
+        exit_code=15, log_tail=log,
+    )  # fmt: skip
+    console = Console(file=StringIO(), width=120)
+    print_failure(console, failure, "evaluate.log")
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert shown.count(message) == 1
+    assert shown.endswith("  Log: evaluate.log\n    step 1\n    end\n")
 
 
 def test_failed_stage_shows_the_launchers_report_and_the_end_of_the_log(tmp_path: Path, log: Path) -> None:

@@ -33,7 +33,7 @@ from finetune_operator.api.types import ObjectMeta
 from finetune_operator.api.validation import validate_job
 from finetune_operator.cli.main import app
 from finetune_operator.documents import read_documents
-from mending import alternatives, apply, job_document, mend, parts, without_gone
+from mending import Edit, alternatives, apply, job_document, mend, parts, without_gone
 
 JOBS = Path(__file__).parent / "jobs"
 BAD = sorted(path.stem for path in (JOBS / "bad").glob("*.yaml"))
@@ -136,6 +136,43 @@ def test_the_hint_of_a_rule_keeps_the_rule(name: str, patch: dict[str, Any]) -> 
         assert kept == [], (way, text_of(problems[0]))
     ways += [job(**other) for other in ROWS.get(name, {}).get("mended", [])]
     assert [] in [problems_of(way) for way in ways], text_of(problems[0])
+
+
+# ------------------------------------------------------------------------------------------------- wrong forms anywhere
+
+FIELDS = sorted(
+    {".".join(steps[:count]) for steps in (path.split(".") for path in leaves(spec_shape()))
+     for count in range(1, len(steps) + 1)}
+)  # fmt: skip
+"""Each field below spec, dotted."""
+CHOICES = (
+    "set it: ", "change it", "set minimum", "set maximum", "set one of them", "write one URI: ", "write a list",
+    "write its fields in place of the brackets", "leave it out, or write", "did you mean",
+    r"write (hf|pvc|file):// before", r"[\w-]+ has accuracy", r"\w+ is better when", "set it to a name of",
+    "set it to a pattern", "The fields are: ", "remove one of the two", "write it with", "name two columns",
+)  # fmt: skip
+"""Begins of hints that leave a value to their reader, who knows what the job is for."""
+
+
+@pytest.mark.parametrize("value", [[], {}, "text", ["a", "b"], 0, True], ids=json.dumps)
+def test_hints_for_a_wrong_form_of_any_field_can_be_followed(value: Any) -> None:
+    """Each hint is an edit that `mending` reads, or leaves a choice to its reader; edits lead to a valid job."""
+    tried = 0
+    for field in FIELDS:
+        document, read = apply(job(), [Edit(f"spec.{field}", value)]), True
+        for _ in range(ROUNDS):
+            problems = problems_of(document) if read else []
+            for problem in problems:
+                ways = alternatives(problem)
+                assert ways or re.match("|".join(CHOICES), problem.hint), text_of(problem)
+                read = read and bool(ways)
+            for problem in problems if read else ():
+                document = apply(document, alternatives(problem)[0])
+            document = without_gone(document)
+        if read:
+            assert [text_of(problem) for problem in problems_of(document)] == [], field
+            tried += 1
+    assert tried > 100
 
 
 # ------------------------------------------------------------------------------------------------- names of other tools

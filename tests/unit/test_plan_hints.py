@@ -15,12 +15,14 @@ import pytest
 import finetune_operator.planning as planning
 from finetune_contract.facts import DataFacts, SplitFacts
 from finetune_operator.api.problems import Problem
-from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
+from finetune_operator.api.settings_check import check_settings
 from finetune_operator.api.types import FineTuneJob
+from finetune_operator.planning import cost
 from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Adaptation, Facts, NodesFacts, NodesNetwork, PlanRefused
-from mending import Edit, alternatives, apply, job_document, without_gone
+from mending import Edit, alternatives, apply, created_at, job_document, missed_calls, without_gone
 from planning_support.cases import BERT, llama_1b
 
 PLANNING = Path(planning.__path__[0])
@@ -34,6 +36,17 @@ WRITES: dict[str, Any] = {"task": "text-generation"}
 DEEPSPEED: dict[str, Any] = {"strategy": "deepspeed"}
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
 KEPT = "-activation-checkpointing"
+
+
+def priced(most: float) -> Settings:
+    """Return settings with a price of nodes without GPUs, and this bound on the cost of a job."""
+    settings, _ = check_settings(
+        {"allow": {"maxCost": most}, "prices": [{"product": "cpu", "gpus": 0, "perHour": 1.0}]}
+    )
+    assert settings is not None
+    return settings
+
+
 Case = tuple[dict[str, Any], dict[str, Any]]
 """Fields of the job, and the known facts: fields of Facts, `settings`, `adaptation`, `as_known`."""
 
@@ -150,6 +163,8 @@ CASES: dict[str, Case] = {
         {**WRITES, **ON_GPUS, "parallelism": {"sequence": 8}},
         {"hardware": GPUS, "model": llama_1b("text-generation", num_attention_heads=28, num_key_value_heads=4)},
     ),
+    "a job that costs too much": ({"training": {"epochs": 3000}}, {"settings": priced(1)}),
+    "nodes without a price": (ON_GPUS, {"hardware": GPUS, "settings": priced(100)}),
     "a batch that the node's GPUs do not divide": (
         {"training": {"globalBatchSize": 100}, "resources": {"gpusPerNode": "auto"}},
         {"hardware": GPUS},
@@ -183,6 +198,8 @@ BY_HAND: dict[str, tuple[dict[str, Any], str]] = {
     "GPUs of nobody knows what node": ({"spec.resources.gpusPerNode": 1}, "any number"),
     "a claim without a cluster": ({"spec.model.uri": "file:///models/m"}, "the user's own folder"),
     "servers without a cluster": ({"spec.evaluation": {}}, "which of the two is wanted"),
+    "a job that costs too much": ({"spec.training.epochs": 0.01}, "how much training is enough"),
+    "nodes without a price": ({"spec.resources.gpusPerNode": 0}, "which nodes the cluster has"),
     "no launcher is served": ({}, "a right of the operator's, granted outside of the job"),
 }
 """Hints that no program can follow: edits by hand, and the knowledge that they take."""
@@ -259,3 +276,10 @@ def test_the_cases_reach_every_place_where_the_planner_refuses() -> None:
     assert [
         f"{name}:{lines.start}" for name, lines in wanted if not any((name, line) in reached for line in lines)
     ] == []
+
+
+def test_the_cases_reach_every_message_about_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with created_at(monkeypatch) as reached:
+        for spec, known in CASES.values():
+            problems_of(document(spec), known)
+    assert missed_calls(cost, reached) == []

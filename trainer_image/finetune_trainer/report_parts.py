@@ -76,7 +76,11 @@ def tiles(gate: GateShown | None, metrics: Mapping[str, Any], facts: DataFacts |
         known = f"majority class: {majority[name]:.4f}" if name in majority else f"on {evaluated.get('split')} rows"
         tiles.append(Tile(name, f"{value:.4f}", known))
     if {"loss_first", "loss_last"} <= train.keys():
-        tiles.append(Tile("Training loss", f"{train['loss_last']:.4f}", f"initially {train['loss_first']:.4f}"))
+        tiles.append(
+            Tile(
+                "Training loss", f"{train['loss_last']:.4f}", f"last 5 % of the steps; first {train['loss_first']:.4f}"
+            )
+        )
     if cost is not None:
         tiles.append(Tile(*cost.tile))
     if (peak := train.get("peak_memory_bytes")) is not None:

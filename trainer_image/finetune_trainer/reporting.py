@@ -501,7 +501,14 @@ def _part_label(part: TimePart, split: TimeSplit, job: TrainerJob) -> str:
     return f"{label}, with its communication" if part in split.with_communication else label
 
 
+_MEANS = {"loss_first": "Loss, first 5 % of the steps", "loss_last": "Loss, last 5 % of the steps"}
+
+
 def _label(name: str) -> str:
+    if name in _MEANS:
+        return _MEANS[name]
+    if name.startswith("eval_"):
+        return f"Validation {name.removeprefix('eval_').replace('_', ' ')}"
     text = "".join(f" {c.lower()}" if c.isupper() else c for c in name).replace("_", " ").strip()
     return text.removesuffix(" bytes").capitalize()
 

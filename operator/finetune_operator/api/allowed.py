@@ -42,7 +42,7 @@ def allowed_problems(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Prob
     for globs, kind, names in named:
         for path, name in names:
             if not any(fnmatch.fnmatchcase(name, glob) for glob in globs):
-                yield _refused(path, f"is {kind} that the settings do not allow", _allowed_hint(globs), name)
+                yield _refused(path, f"is {kind} that the settings do not allow", _allowed_hint(globs, path), name)
     for path, name in _priority(spec):
         if name.startswith(SYSTEM_PRIORITY):
             rule = "is reserved for Kubernetes system components; it would preempt other pods"
@@ -64,8 +64,19 @@ def _annotations(given: Iterable[str]) -> Iterator[tuple[Path, str]]:
     return ((("template", "annotations", key), key) for key in given)
 
 
-def _allowed_hint(globs: Sequence[str]) -> str:
-    return f"use one of {', '.join(globs)}" if globs else "leave it out, or ask the administrator"
+def _allowed_hint(globs: Sequence[str], path: Path) -> str:
+    if globs:
+        return f"use one of {', '.join(globs)}"
+    match path:
+        case (*_, "uri"):
+            return "name data that are not in a claim, or ask the administrator"
+        case ("template", str(), int(), _, *_):
+            owner: Path = path[:3]
+        case (("secrets" | "checkpoints" | "endpoint"), _, "name"):
+            owner = path[:2]
+        case _:
+            return "leave it out, or ask the administrator"
+    return f"leave {format_path(('spec', *owner))} out, or ask the administrator"
 
 
 def _refused(path: Path, rule: str, hint: str, value: object) -> Problem:

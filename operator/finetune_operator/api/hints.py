@@ -37,7 +37,7 @@ from finetune_operator.api.name_index import (
     places_elsewhere,
     words_by_place,
 )
-from finetune_operator.api.problems import PathPart, presentable
+from finetune_operator.api.problems import PathPart, format_path, presentable
 from finetune_operator.api.shapes import (
     Boolean,
     Fields,
@@ -337,6 +337,8 @@ def _wrong_value(
     rule = f"must be {sentence(shape)}"
     if is_uri(shape):
         prefixes = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
+        if not prefixes:
+            return "is not supported in this version", "leave it out"
         rule = f"must be a URI that begins with {listed(prefixes)}"
     row = find_value(".".join(str(part) for part in path), value)
     if row is not None and not isinstance(shape.body, Boolean):
@@ -396,7 +398,7 @@ def _in_place_of_object(shape: Shape, path: Sequence[PathPart], value: JsonValue
         case Fields(fields) if isinstance(value, list) and len(value) > 1 and "splits" in fields:
             return (
                 "only one dataset is supported: write all rows, with the same column names, to one folder, and set "
-                "spec.dataset.uri to file://FOLDER"
+                f"{format_path(path)}.uri to file://FOLDER"
             )
         case Fields(fields) if isinstance(value, str) and "uri" in fields:
             return f"write the URI one level deeper, as uri: {shown_value(as_uri(value) or value, 'uri')}"
@@ -404,7 +406,11 @@ def _in_place_of_object(shape: Shape, path: Sequence[PathPart], value: JsonValue
             return f"write {json.dumps([each for each in value.values() if isinstance(each, str)])}"
         case Items() if isinstance(value, dict) and value and set(value) <= set(_column_names()) and leaf == "columns":
             return "move it below spec.predict.dataset, as columns"
-        case Text() if is_uri(shape) and isinstance(value, list) and len(value) > 1:
+        case Fields(fields) if "uri" in fields and (value == [] or not isinstance(value, str | list | dict)):
+            return (
+                "leave it out" if value is False and tuple(path) != ("spec", "dataset") else missing(shape, path, None)
+            )
+        case Text() if is_uri(shape) and isinstance(value, list) and len(value) > 1 and "dataset" in path:
             return "write one URI: a folder with all files, or a glob such as file://data/*.csv"
         case Fields(fields) if "entryPoint" in fields and isinstance(value, str):
             program = shown_value(value, "entryPoint")

@@ -132,6 +132,8 @@ def form_hint(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | 
             return "write true or false"
         case Items(), str() if value.strip():
             return write(_listed(value)) or write([value])
+        case Items(), dict() if not value:
+            return write([]) or ("write a list" if shape.required else "leave it out, or write a list")
         case Items(item), dict() if not isinstance(item.body, Text):
             return "make it a list: put a dash before its first field, and indent the others below that"
         case Items(), dict():
@@ -141,7 +143,10 @@ def form_hint(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | 
             return _object(fields, value, leaf, shown)
         case Fields() | Text(), [only] if not isinstance(only, list):
             return "write its one item without the list"
-        case Fields() | Text(), list():
+        case Fields(), []:
+            fields_below = "write its fields in place of the brackets"
+            return fields_below if shape.required else write({}) or f"leave it out, or {fields_below}"
+        case Fields() | Text(), [_, *_]:
             return "write one of its items, without the list: only one is supported"
         case Text(), dict() if names := [value[name] for name in NAMING if isinstance(value.get(name), str)]:
             return write(names[0])

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,26 +52,38 @@ def check_entry(entry: JobEntry) -> EntryCheck:
     """Run the trainer on the first rows. Raise UsageError if it is not installed or gives no answer."""
     if not trainer_is_installed():
         raise UsageError("--data requires the package finetune-trainer, which is not installed here")
-    cluster_only = _cluster_only(entry)
-    if cluster_only:
-        return EntryCheck(CheckedData(), cluster_only)
+    unreadable = tuple(
+        (entry.source, located(entry.document, problem))
+        for problem in (*_cluster_only(entry.job.spec), *_out_of_reach(entry.job.spec))
+    )
+    if unreadable:
+        return EntryCheck(CheckedData(), unreadable)
     with err().status(f"Reading the data of {entry.job.name} ..."):
         data = _run_check(entry.job)
     return EntryCheck(data, tuple((entry.source, _problem(entry, each)) for each in data.problems))
 
 
-def _cluster_only(entry: JobEntry) -> tuple[tuple[str, Problem], ...]:
-    """Return the problems of data sets that only a cluster can see."""
-    spec = entry.job.spec
+def _datasets(spec: FineTuneJobSpec) -> dict[str, str]:
+    """Return the URIs of the job's data sets by their fields."""
     predicted = spec.predict.dataset if spec.predict else None
     datasets = {"spec.dataset.uri": spec.dataset, "spec.predict.dataset.uri": predicted}
+    return {path: rows.uri for path, rows in datasets.items() if rows is not None}
+
+
+def _cluster_only(spec: FineTuneJobSpec) -> Iterator[Problem]:
+    """Yield the problems of data sets that only a cluster can see."""
     rule = "is a claim of the cluster, which --data cannot read from this machine"
-    problems = (
-        Problem(path, f'"{rows.uri}"', rule, "omit --data, or check a copy of the data with file://")
-        for path, rows in datasets.items()
-        if rows is not None and rows.uri.startswith("pvc://")
-    )
-    return tuple((entry.source, located(entry.document, problem)) for problem in problems)
+    for path, uri in _datasets(spec).items():
+        if uri.startswith("pvc://"):
+            yield Problem(path, f'"{uri}"', rule, "omit --data, or check a copy of the data with file://")
+
+
+def _out_of_reach(spec: FineTuneJobSpec) -> Iterator[Problem]:
+    """Yield the problems of data sets that neither the Hub nor its cache on this machine has."""
+    datasets = _datasets(spec)
+    for uri in hub_reach.missing(dict.fromkeys(datasets.values(), "dataset")):
+        rule = f"is not in the cache of this machine, and {hub_reach.unreachable_reason()}"
+        yield from (Problem(path, f'"{uri}"', rule, hub_reach.HINT) for path in datasets if datasets[path] == uri)
 
 
 def _run_check(job: FineTuneJob) -> CheckedData:
@@ -93,10 +106,7 @@ def _run_check(job: FineTuneJob) -> CheckedData:
 
 
 def _hub_uris(job: FineTuneJob) -> dict[str, hub_reach.Kind]:
-    predicted = job.spec.predict.dataset if job.spec.predict else None
-    rows: dict[str, hub_reach.Kind] = {
-        each.uri: "dataset" for each in (job.spec.dataset, predicted) if each is not None
-    }
+    rows: dict[str, hub_reach.Kind] = dict.fromkeys(_datasets(job.spec).values(), "dataset")
     return {job.spec.model.uri: "model", **rows}
 
 

@@ -59,12 +59,13 @@ class Figure:
 
     @property
     def best(self) -> tuple[str, ...]:
-        """Names of the runs with the best value; empty if no value can be better than another."""
+        """Names of the runs with the best value, as it is shown; empty if no value can be better than another."""
         finite = {name: value for name, value in self.values.items() if math.isfinite(value)}
-        if self.better is None or len(set(finite.values())) < 2:
+        shown = {name: self.show(value) for name, value in finite.items()}
+        if self.better is None or len(set(shown.values())) < 2:
             return ()
-        best = max(finite.values()) if self.better == "higher" else min(finite.values())
-        return tuple(name for name, value in finite.items() if value == best)
+        best = self.show(max(finite.values()) if self.better == "higher" else min(finite.values()))
+        return tuple(name for name, text in shown.items() if text == best)
 
     def cell(self, run: str) -> str:
         """Return the value of a run with its mark."""
@@ -199,7 +200,7 @@ def _metrics(runs: Sequence[Run]) -> Iterator[Figure]:
         if name == "rows":
             continue
         yield from _figure(runs, name, _of("evaluate", name), _better(name), _four)
-    yield from _figure(runs, "training loss at last", _of("train", "loss_last"), None, _four)
+    yield from _figure(runs, "training loss, last 5 % of steps", _of("train", "loss_last"), None, _four)
 
 
 def _of(section: str, name: str) -> Callable[[Run], object]:

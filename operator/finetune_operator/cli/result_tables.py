@@ -74,7 +74,8 @@ def result_rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "accuracy" in evaluated and "accuracy" not in majority:
         rows.append(("accuracy", f"{evaluated['accuracy']:.4f}"))
     if train.get("loss_first") is not None and train.get("loss_last") is not None:
-        rows.append(("loss", f"{train['loss_first']:.4f} at first, {train['loss_last']:.4f} at last"))
+        means = f"{train['loss_first']:.4f} at first, {train['loss_last']:.4f} at last"
+        rows.append(("loss", f"{means}  (means of 5 % of the steps)"))
     if train.get("samples_per_second") is not None:
         rows.append(("speed", f"{train['samples_per_second']:,.1f} samples/s"))
     if train.get("peak_memory_bytes") is not None:
@@ -104,7 +105,7 @@ def print_result(console: Console, data: Mapping[str, Any]) -> None:
 
 
 def print_failure(console: Console, failure: FailureStatus, log: str) -> None:
-    """Print the failure, the hint, and the end of the log."""
+    """Print the failure, the hint, and the end of the log without lines that only repeat the failure."""
     rank = "" if failure.rank is None else f" on rank {failure.rank}"
     kind = f"{failure.failure_class} ({failure.reason}), exit code {failure.exit_code}"
     headline = f"Error: {failure.stage} failed{rank}: {kind}"
@@ -114,4 +115,6 @@ def print_failure(console: Console, failure: FailureStatus, log: str) -> None:
         console.print(f"  {failure.hint}", style="yellow", soft_wrap=True)
     console.print(f"  Log: {log}", soft_wrap=True)
     for line in (failure.log_tail or "").splitlines():
+        if failure.message in line and kind.partition(",")[0] in line:
+            continue
         console.print(f"    {line}", style="dim", soft_wrap=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import html
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from finetune_operator.cli.main import main  # noqa: F401  (the command that the page calls must be installed)
-from first_run import GATE_NOT_MET, PAGE, PICTURE, SHOWN, Step, blocks, commands, walk
+from first_run import GATE_NOT_MET, PAGE, PICTURE, SHOWN, Step, blocks, commands, lines_of, prepared, walk
 from suite_plugins.patience import patient
 
 COMMAND_SECONDS = 900
@@ -19,8 +20,8 @@ COMMAND_SECONDS = 900
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Step]]:
     """Run the walk; return its folder and its steps."""
-    folder = tmp_path_factory.mktemp("first-run")
-    return folder / "mine", list(walk(folder, patient(COMMAND_SECONDS)))
+    mine = prepared(tmp_path_factory.mktemp("first-run"))
+    return mine, list(walk(mine, patient(COMMAND_SECONDS), Path(sys.executable).parent))
 
 
 @pytest.mark.slow
@@ -47,7 +48,7 @@ def test_the_page_has_the_blocks_that_are_run() -> None:
 
 def test_the_picture_shows_commands_of_the_page() -> None:
     assert f"]({PICTURE.name})" in PAGE.read_text(encoding="utf-8")
-    known = [line for language, text in blocks() if language == "console" for line in commands(text)]
+    known = [line for language, text in blocks() if language == "console" for line in lines_of(text)]
     prompted = re.findall(r"\$&#160;</text><text[^>]*>([^<]*)</text>", PICTURE.read_text(encoding="utf-8"))
     shown = [html.unescape(text).replace("\xa0", " ").removeprefix("time ") for text in prompted]
     assert len(shown) >= len(SHOWN)

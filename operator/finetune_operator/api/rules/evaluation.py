@@ -108,11 +108,15 @@ def _metrics_advice(spec: FineTuneJobSpec) -> str:
     return f"{', '.join(edits)}; {spec.task} has {', '.join(known)}"
 
 
-def _limit_advice(gate: GateSpec) -> str:
-    """Return which of the two limits the metric takes."""
-    right, other = ("maximum", "minimum") if gate.metric in LOWER_IS_BETTER else ("minimum", "maximum")
+def _limit_advice(spec: FineTuneJobSpec) -> str:
+    """Return which of the two limits the metric takes, or the one that it means."""
+    gate = _gate_of(spec)
+    metric = _near(gate.metric, metrics_of(spec.task))
+    if metric is None:
+        return _EITHER_LIMIT
+    right, other = ("maximum", "minimum") if metric in LOWER_IS_BETTER else ("minimum", "maximum")
     better = "lower" if right == "maximum" else "higher"
-    return f"{gate.metric} is better when {better}: " + (
+    return f"{metric} is better when {better}: " + (
         f"set {right}" if gate.minimum is None else f"leave spec.evaluation.gate.{other} out"
     )
 
@@ -135,6 +139,7 @@ def _gate_is_measured(spec: FineTuneJobSpec) -> bool:
     return other_rule or evaluation.gate.metric in (*measured, LOSS)
 
 
+_EITHER_LIMIT = "set minimum for a metric that is better when higher, maximum for one that is better when lower"
 _HIGHER_IS_BETTER = frozenset(name for task in METRICS for name in metrics_of(task)) - LOWER_IS_BETTER
 
 
@@ -223,8 +228,8 @@ RULES: tuple[Rule, ...] = (
         " || has(self.evaluation.gate.minimum) != has(self.evaluation.gate.maximum)",
         _gate_holds(lambda gate: (gate.minimum is None) != (gate.maximum is None)),
         "needs exactly one of minimum and maximum",
-        "set minimum for a metric that is better when higher, maximum for one that is better when lower",
-        advice=lambda spec: _limit_advice(_gate_of(spec)),
+        _EITHER_LIMIT,
+        advice=_limit_advice,
     ),
     Rule(
         "gate-minimum-is-of-what-grows",

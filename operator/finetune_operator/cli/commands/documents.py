@@ -80,7 +80,8 @@ def explain(
 ) -> None:
     """Explain a field of FineTuneJob: type, meaning, nested fields.
 
-    The output is that of `kubectl explain` in a cluster with this version's CRD.
+    The output is that of `kubectl explain` in a cluster with this version's CRD; only the types of the objects
+    `arguments` and `deepspeedConfig`, whose fields are free, are shorter.
 
     \b
     Examples:
