@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -36,6 +37,18 @@ class Predictor:
     straggler_seconds: float = 600.0
     silent_seconds: float = 600.0
     environment: Mapping[str, str] = field(default_factory=dict)
+    storage: Path | None = None
+    """Folder that does not respond while `away` exists."""
+
+    @property
+    def away(self) -> Path:
+        """Path of the mark of an outage: files of `storage` cannot be opened, listed, renamed or removed."""
+        return self.folder / "away"
+
+    @property
+    def missed(self) -> Path:
+        """Path of a file with a line for each operation of this worker that an outage failed."""
+        return self.folder / f"{self.name}.missed"
 
     @property
     def name(self) -> str:
@@ -83,6 +96,22 @@ def _run(one: Predictor) -> None:
     os._exit(code)
 
 
+_FILE_EVENTS = ("open", "os.listdir", "os.scandir", "os.rename", "os.remove", "os.link", "os.mkdir")
+
+
+def _lose(one: Predictor, storage: str) -> None:
+    """Fail Python's file operations below `storage` with EIO while the mark of an outage exists."""
+
+    def refuse(event: str, given: tuple[Any, ...]) -> None:
+        if event in _FILE_EVENTS and str(given[0]).startswith(storage) and one.away.exists():
+            missed = os.open(one.missed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.write(missed, f"{event}\n".encode())
+            os.close(missed)
+            raise OSError(errno.EIO, "the storage does not respond", str(given[0]))
+
+    sys.addaudithook(refuse)
+
+
 def _settle(one: Predictor) -> None:
     """Set short intervals and small shards, and install the worker's `trouble`."""
     import torch
@@ -93,6 +122,8 @@ def _settle(one: Predictor) -> None:
     from finetune_trainer.inference import answering, predict, prediction_parts, prediction_workers, shard_claims
 
     torch.set_num_threads(1)
+    if one.storage is not None:
+        _lose(one, str(one.storage))
     row_shards.LEAST_BYTES = SHARD_BYTES
     # A heartbeat waits for the disk, which others may keep busy for longer than a test waits.
     os.fsync = lambda _file: None

@@ -4,6 +4,7 @@ never start.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -21,11 +22,13 @@ from finetune_contract.causes import first_cause
 from finetune_contract.layout import EXIT_CODES, FailureClass, JobPaths
 from finetune_contract.report import Progress, TrainerReport
 from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer import files as files_module
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
+from finetune_trainer.files import through_outage
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.inference.prediction_parts import Parts, PartsManifest
-from finetune_trainer.inference.prediction_workers import STATUS_FILE, CrewStatus
+from finetune_trainer.inference.prediction_workers import STATUS_FILE, CrewStatus, FolderFiles
 from finetune_trainer.progress import NoProgress
 from process_support.predicting import Predictor, Trouble
 from suite_plugins.patience import patient
@@ -137,6 +140,41 @@ def logs_of(workers: Sequence[Predictor]) -> str:
 
 def report_of(worker: Predictor) -> TrainerReport:
     return TrainerReport.model_validate_json(worker.report.read_bytes())
+
+
+def test_short_outage_of_the_storage_costs_no_worker_and_no_shard(crew: Crew):
+    """All file operations of three workers fail twice for a while, at work and while worker 0 joins the parts."""
+    workers = crew.workers(3, storage=crew.paths.root)
+    workers[0] = workers[0].other(trouble="hangs while joining")
+    mark = workers[0].away
+    processes = crew.start(workers)
+
+    def written() -> int:
+        return len(list(crew.paths.root.glob("predictions.parts/*/*.arrow")))
+
+    def all_missed(more: int, those: Sequence[Predictor]) -> bool:
+        assert all(process.is_alive() for process in processes[: len(those)]), logs_of(workers)
+        return all(missed_by(each) >= more for each in those)
+
+    wait_until(lambda: written() >= 3, lambda: logs_of(workers))
+    mark.touch()
+    wait_until(lambda: all_missed(3, workers), lambda: logs_of(workers))
+    mark.unlink()
+    wait_until(workers[0].hangs.exists, lambda: logs_of(workers))
+    more = missed_by(workers[0]) + 3
+    mark.touch()
+    workers[0].hangs.unlink()
+    wait_until(lambda: all_missed(more, workers[:1]), lambda: logs_of(workers))
+    mark.unlink()
+    assert ends(processes) == [0, 0, 0], logs_of(workers)
+    assert set(crew.claimed.values()) == {1}
+    assert crew.output == crew.undisturbed
+    assert crew.is_left_clean()
+
+
+def missed_by(worker: Predictor) -> int:
+    """Return the number of operations that an outage failed."""
+    return len(worker.missed.read_text().splitlines()) if worker.missed.exists() else 0
 
 
 def test_workers_write_the_bytes_that_one_process_writes(crew: Crew):
@@ -281,6 +319,45 @@ def test_a_worker_without_an_attempt_or_with_another_count_is_refused(crew: Crew
         failure = report_of(worker).failure
         assert failure is not None
         assert failure.reason == reason
+
+
+def test_claim_that_an_outage_left_behind_belongs_to_its_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server of a share may create a file and not answer: the next try finds it, whole or empty."""
+    files, opened = FolderFiles(tmp_path), Path.open
+
+    def failing(self: Path, mode: str = "r", *given: Any, **named: Any) -> Any:
+        file = opened(self, mode, *given, **named)
+        if mode == "x" and self.name not in there:
+            there.append(self.name)
+            if self.name == "whole":
+                file.write("mine")
+            file.close()
+            raise OSError(errno.EIO, "the storage does not respond")
+        return file
+
+    there: list[str] = []
+    (tmp_path / "taken").write_text("theirs")
+    monkeypatch.setattr(Path, "open", failing)
+    assert [files.create(name, "mine") for name in ("whole", "empty", "taken")] == [True, True, False]
+    monkeypatch.undo()
+    assert [(tmp_path / name).read_text() for name in ("whole", "empty", "taken")] == ["mine", "mine", "theirs"]
+
+
+def test_storage_that_stays_away_or_is_full_is_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = iter([errno.EIO, errno.EIO, errno.ENOSPC])
+
+    def operation() -> None:
+        raise OSError(next(errors), "no")
+
+    with pytest.raises(OSError, match="no") as caught:
+        through_outage(operation)
+    assert caught.value.errno == errno.ENOSPC
+    monkeypatch.setattr(files_module, "OUTAGE_SECONDS", -1.0)
+    errors = iter([errno.EIO])
+    with pytest.raises(OSError, match="no"):
+        through_outage(operation)
 
 
 def test_workers_compute_as_the_first_one_has_chosen_or_refuse(tmp_path: Path):

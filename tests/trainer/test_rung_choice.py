@@ -72,8 +72,10 @@ class Bench:
             rung.clock = self.clock
         known: dict[str, Rung] = {rung.name: rung for rung in rungs} | {"none": PLAIN}
         monkeypatch.setattr("finetune_trainer.inference.optimization.choosing.time.perf_counter", lambda: self.clock[0])
-        monkeypatch.setattr(choosing, "rungs_of", lambda name: list(rungs) if name == "measured" else [known[name]])
-        monkeypatch.setattr(choosing, "rung_by_name", known.__getitem__)
+        monkeypatch.setattr(
+            choosing, "rungs_of", lambda name, **_: list(rungs) if name == "measured" else [known[name]]
+        )
+        monkeypatch.setattr(choosing, "rung_by_name", lambda name, *_: known[name])
 
     def sample(self) -> Sample:
         def answers(forward: ForwardPass | None) -> list[dict[str, Any]]:
@@ -236,7 +238,7 @@ def test_table_of_a_rung_by_name_reports_that_nothing_was_measured(monkeypatch: 
 def test_of_several_ways_by_one_name_the_fastest_is_found_by_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     slow, fast = FakeRung("slow", 4.0, lossy=True, wrong=9), FakeRung("fast", 2.0, lossy=True, wrong=9)
     bench = Bench(monkeypatch)
-    monkeypatch.setattr(choosing, "rungs_of", lambda _name: [slow, fast])
+    monkeypatch.setattr(choosing, "rungs_of", lambda _name, **_: [slow, fast])
     slow.clock = fast.clock = bench.clock
     assert bench.choose("int8").name == "fast"
 

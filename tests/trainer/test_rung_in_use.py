@@ -174,8 +174,8 @@ def test_metric_on_labelled_rows_judges_a_rung(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The labels are the model's own answers."""
-    monkeypatch.setattr(choosing, "rungs_of", lambda _name: [Upside()])
-    monkeypatch.setattr(choosing, "rung_by_name", lambda name: PLAIN if name == "none" else Upside())
+    monkeypatch.setattr(choosing, "rungs_of", lambda _name, **_: [Upside()])
+    monkeypatch.setattr(choosing, "rung_by_name", lambda name, *_: PLAIN if name == "none" else Upside())
     paths = JobPaths(tmp_path / "plain")
     predict(a_job(model, data), paths, NoProgress())
     labels = [row["label"] for row in answers(paths)]

@@ -5,18 +5,47 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import stat
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Protocol, TypeAlias
+from typing import Annotated, Protocol, TypeAlias, TypeVar
 
 from pydantic import AfterValidator
 
 from finetune_contract.contract_models import Message
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+OUTAGE_SECONDS = 120.0
+"""Time without the storage after which an operation fails: less than the silence after which the other workers of a
+prediction take over, and more than a file server's restart.
+"""
+_AWAY = (errno.EIO, errno.ETIMEDOUT)
+"""Errors of a storage that does not respond. ESTALE is none: it also means that somebody removed the folder."""
+
+
+def through_outage(operation: Callable[[], T]) -> T:
+    """Call `operation`, and repeat it while the storage does not respond, for at most `OUTAGE_SECONDS`. It must be safe
+    to repeat after it was done in part.
+    """
+    until, seconds = time.monotonic() + OUTAGE_SECONDS, 0.1
+    while True:
+        try:
+            return operation()
+        except OSError as error:
+            if error.errno not in _AWAY or time.monotonic() > until:
+                raise
+            if seconds == 0.1:  # the first wait
+                log.warning("The storage does not respond, waiting for it: %s", error)
+        time.sleep(seconds)
+        seconds = min(5.0, 2 * seconds)
 
 
 class FileEntry(Message):

@@ -80,6 +80,7 @@ SUPPORTED: tuple[str, ...] = (
     "predict.maxBadRows",
     "predict.metricTolerance",
     "predict.optimization",
+    "predict.server",
     "predict.tolerance",
     "predict.workers",
     "endpoint",

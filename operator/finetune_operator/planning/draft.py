@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeVar
 
-from finetune_contract.choices import Device, InferencePrecision, Optimization, Precision, Stage
+from finetune_contract.choices import Device, InferencePrecision, Optimization, Precision, PredictOptimization, Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
 from finetune_contract.measured_devices import PlannedDevice
 from finetune_contract.trainer_job import Adapter, Batch, CheckpointSchedule, Strategy, World
@@ -108,7 +108,7 @@ class InferenceChoices:
     """Processes of the pod that predicts; 1 with several pods."""
     predict_engine: Literal["job", "spark"] = "job"
     """Engine of predict's workers."""
-    predict_optimization: Optimization = "none"
+    predict_optimization: PredictOptimization = "none"
     serve_optimization: Optimization = "none"
     servers: Servers | None = None
 

@@ -137,6 +137,7 @@ def _prediction(draft: Draft) -> Prediction | None:
         batch_tokens=inference_tokens(draft),
         precision=draft.inference.precision,
         workers=draft.inference.predict_workers,
+        server=None if draft.inference.predict_optimization == "none" else asked.server,
         engine=draft.inference.predict_engine,
         format=asked.format,
         id_column=asked.id_column,

@@ -21,6 +21,7 @@ from finetune_contract.choices import (
     OptimizerName,
     PipelineSchedule,
     Precision,
+    PredictOptimization,
     RankOrder,
     SchedulerName,
     Sharding,
@@ -429,6 +430,8 @@ class Prediction(InferenceProcesses):
     """Input column that identifies a row, written as `id`."""
     workers: Annotated[int, Field(ge=1, exclude_if=lambda workers: workers == 1)] = 1
     """Pods that share the rows, or Spark's driver and executors; 1: one pod."""
+    server: Annotated[str | None, Field(exclude_if=lambda server: server is None)] = None
+    """URL of the OpenAI-compatible server that generates texts with `optimization` vllm."""
     engine: Annotated[Literal["job", "spark"], Field(exclude_if=lambda engine: engine == "job")] = "job"
     """Kind of workers: pods of an Indexed Job, or Spark's driver and its executors."""
     max_bad_rows: int = Field(default=0, ge=0)
@@ -439,7 +442,7 @@ class Prediction(InferenceProcesses):
     batch_tokens: int = Field(gt=0)
     precision: _InferencePrecision = "fp32"
     """Precision, as in an evaluation."""
-    optimization: Annotated[Optimization, Field(exclude_if=lambda name: name == "none")] = "none"
+    optimization: Annotated[PredictOptimization, Field(exclude_if=lambda name: name == "none")] = "none"
     tolerance: Annotated[float | None, Field(gt=0.5, le=1, exclude_if=lambda share: share is None)] = None
     """Fraction of rows whose labels must equal the plain model's; None: rungs whose labels can differ are used only by
     name, or by `metric_tolerance`.

@@ -6,7 +6,7 @@ A row that the task rejects or that cannot be encoded is set aside with the reas
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,13 +25,15 @@ from finetune_trainer.data.shards import Encoder
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.optimization.choosing import Sample
-from finetune_trainer.inference.optimization.rung_protocol import ForwardPass
-from finetune_trainer.inference.runner import Means, answers_of
+from finetune_trainer.inference.optimization.rung_protocol import Substitute
+from finetune_trainer.inference.runner import REFUSED, Means, answers_of
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import NoProgress, ProgressSink
+from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.task_protocol import Answer, Coding, Labels
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 _ROLE = "predict"
@@ -71,8 +73,8 @@ class Answerer:
     labels: Labels
     means: Means
     requested: RequestedColumns
-    forward: ForwardPass | None = None
-    """Forward pass that replaces the model's; None: the model's own."""
+    forward: Substitute | None = None
+    """Forward pass or generation that replaces the model's; None: the model's own."""
     settled: bool = False
     """True if the model stays on its device and in evaluation mode."""
 
@@ -90,16 +92,21 @@ class Answerer:
             return table, features, truncated
 
         kept, found = most_of(list(range(len(rows.numbers))), encoded_of, failures)
-        failed = [_bad_row(rows, at, error) for at, error in failures.items()]
-        every = tuple(sorted((*rows.bad_rows, *failed), key=lambda row: row.number))
         if found is None:
-            return ShardAnswers(pa.table({}), every, 0)
+            return ShardAnswers(pa.table({}), _all_bad(rows, failures), 0)
         table, features, truncated = found
-        answered = self.predicted(shard.key, self.split(table, features, inputs), progress)
+        split = self.split(table, features, inputs)
+        answers = self.answered(split, progress, self.forward, seed_of(self.job.seed, shard.key))
+        answered = self.encoder.task.predictions(answers, split, slice(0, split.rows))
         numbers = pa.array(rows.numbers[np.asarray(kept)])
         copies = {name: table[column] for name, column in self.requested.copies.items() if column in table.column_names}
         own = dict(zip(answered.column_names, answered.columns, strict=True))
-        return ShardAnswers(pa.table({ROW: numbers, **copies, **own}), every, truncated)
+        whole = pa.table({ROW: numbers, **copies, **own})
+        refused = _refused(answers, split)
+        if refused:
+            failures |= {kept[at]: error for at, error in refused.items()}
+            whole = whole.filter(pa.array([at not in refused for at in range(split.rows)]))
+        return ShardAnswers(whole, _all_bad(rows, failures), truncated)
 
     def _encoded(self, table: pa.Table, rows: Sequence[int], inputs: Mapping[str, str]) -> FeatureSet:
         return self.encoder.features(table.take(pa.array(rows, pa.int64())), inputs)[0]
@@ -134,25 +141,26 @@ class Answerer:
         kept, features = most_of(list(range(len(table))), lambda rows: self._encoded(table, rows, inputs), {})
         assert features is not None
         split = self.split(table.take(pa.array(kept, pa.int64())), features, inputs)
-        task, data = self.encoder.task, split.data
-        batches = inference_batches(task.widths(data, split.role), batch_tokens=self.means.batch_tokens)
+        task = self.encoder.task
 
-        def answers(forward: ForwardPass | None) -> list[dict[str, Any]]:
+        def answers(forward: Substitute | None) -> list[dict[str, Any]]:
             found = self.answered(split, NoProgress(), forward, self.job.seed)
             rows: list[dict[str, Any]] = task.predictions(found, split, slice(0, split.rows)).to_pylist()
             return rows
 
-        collated = [
-            {
-                name: tensor.to(self.model.device)
-                for name, tensor in task.collate(
-                    data.features(split.role, batch), pad_token_id=data.pad_token_id
-                ).items()
-                if name != "labels"
-            }
-            for batch in batches
-        ]
-        return Sample(split.rows, collated, answers)
+        return Sample(split.rows, [*self._collated(split)], answers)
+
+    def _collated(self, split: PreparedSplit) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the model's inputs for all features, without labels; of a task that writes, the prompts."""
+        task, data = self.encoder.task, split.data
+        for batch in inference_batches(task.widths(data, split.role), batch_tokens=self.means.batch_tokens):
+            features = data.features(split.role, batch)
+            if task.writer is not None and "prompt" in features[0]:
+                prompts = [{"input_ids": each["input_ids"][: int(each["prompt"])]} for each in features]
+                collated = padded(prompts, {"input_ids": data.pad_token_id})
+            else:
+                collated = task.collate(features, pad_token_id=data.pad_token_id)
+            yield {name: tensor.to(self.model.device) for name, tensor in collated.items() if name != "labels"}
 
     def predicted(self, key: ShardKey, split: PreparedSplit, progress: ProgressSink) -> pa.Table:
         """Return the task's columns of the predictions for all rows of `split`; `key` seeds the sampling."""
@@ -176,7 +184,7 @@ class Answerer:
         return data.of(_ROLE)
 
     def answered(
-        self, split: PreparedSplit, progress: ProgressSink, forward: ForwardPass | None, seed: int
+        self, split: PreparedSplit, progress: ProgressSink, forward: Substitute | None, seed: int
     ) -> list[Answer]:
         return answers_of(
             Stage.PREDICT,
@@ -203,6 +211,18 @@ def coding_of(job: TrainerJob) -> Coding:
 def seed_of(seed: int, key: ShardKey) -> int:
     """Return the seed of one shard: every worker draws the same, and equal rows of two shards get different texts."""
     return int.from_bytes(hashlib.sha256(f"{seed} {key}".encode()).digest()[:7], "big")
+
+
+def _refused(answers: Sequence[Answer], split: PreparedSplit) -> dict[int, StageError]:
+    """Return the rows that a server has not answered, with the reason."""
+    found = {at: answers[each[-1]].get(REFUSED) for at, each in enumerate(split.features_by_row)}
+    return {at: StageError(FailureClass.DATA, str(why[0]), str(why[1])) for at, why in found.items() if why is not None}
+
+
+def _all_bad(rows: ShardRows, failures: Mapping[int, StageError]) -> tuple[BadRow, ...]:
+    """Return the rows without a prediction in their order: unreadable, unanswerable and refused ones."""
+    failed = [_bad_row(rows, at, error) for at, error in failures.items()]
+    return tuple(sorted((*rows.bad_rows, *failed), key=lambda row: row.number))
 
 
 def _bad_row(rows: ShardRows, at: int, error: StageError) -> BadRow:

@@ -36,7 +36,7 @@ from finetune_trainer.data.row_shards import PreparedRows, RowSource, ShardKey, 
 from finetune_trainer.data.shards import Encoder
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
-from finetune_trainer.files import discard, discard_leftovers
+from finetune_trainer.files import discard, discard_leftovers, through_outage
 from finetune_trainer.inference.answering import ROW, Answerer, RequestedColumns, coding_of
 from finetune_trainer.inference.optimization.rung_in_use import RungInUse
 from finetune_trainer.inference.prediction_output import FolderOutput, Output, output_of, write_lines
@@ -154,7 +154,7 @@ def _led(
         log.info("%s of %s rows were answered by an earlier attempt.", f"{reused:,}", f"{done.rows:,}")
     bad_rows = output.bad_rows
     if done.bad:
-        bad_rows.put(lambda path: write_lines(path, parts.bad_rows(keys)))
+        through_outage(lambda: bad_rows.put(lambda path: write_lines(path, parts.bad_rows(keys))))
         if done.bad > _allowed(job, done.rows):
             raise _too_many(job, done, bad_rows.name, parts.bad_rows(keys))
     else:
@@ -163,7 +163,7 @@ def _led(
     if job.predict is not None and job.predict.optimization != "none":
         details["optimization"] = parts.optimization().get(RUNG, "none")
         _keep_table(paths, str(details["optimization"]))
-    details |= output.write(Joined(parts, keys, given.source.numbered))
+    details |= through_outage(lambda: output.write(Joined(parts, keys, given.source.numbered)))
     result = {"rows": done.rows, "path": output.name, "split": given.role, **details, **given.means.entry}
     publish_result(result)
     discard(parts.folder.parent, paths.root, _OVER)

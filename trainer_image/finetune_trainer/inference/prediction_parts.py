@@ -25,7 +25,7 @@ from finetune_contract.layout import FailureClass
 from finetune_trainer.data.row_shards import RowShard, ShardKey, ShardRows
 from finetune_trainer.data.spool import batches, write_tables
 from finetune_trainer.failures import StageError
-from finetune_trainer.files import create_whole, replaced, write_atomically
+from finetune_trainer.files import create_whole, replaced, through_outage, write_atomically
 from finetune_trainer.inference.answering import ROW, ShardAnswers
 
 FILE, POSITION = "file", "position"
@@ -67,7 +67,7 @@ class Parts:
 
     def open(self) -> Parts:
         """Create the folder; it is not created again after worker 0 removed it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        through_outage(lambda: self.folder.mkdir(parents=True, exist_ok=True))
         return self
 
     def agreed(
@@ -82,9 +82,10 @@ class Parts:
         """
         place = self.folder / _MANIFEST
         if first(place.exists):
-            create_whole(place, choose().to_json())
+            chosen = choose().to_json()
+            through_outage(lambda: create_whole(place, chosen))
         try:
-            found = PartsManifest.model_validate_json(place.read_bytes())
+            found = PartsManifest.model_validate_json(through_outage(place.read_bytes))
         except ValidationError as error:
             raise StageError(
                 FailureClass.STORAGE_LOST,
@@ -107,11 +108,11 @@ class Parts:
 
     def optimization(self) -> dict[str, JsonValue]:
         """Return the rung that the first worker chose."""
-        return PartsManifest.model_validate_json((self.folder / _MANIFEST).read_bytes()).optimization
+        return PartsManifest.model_validate_json(through_outage((self.folder / _MANIFEST).read_bytes)).optimization
 
     def there(self) -> list[str]:
         """Return the keys of the complete parts, as text."""
-        names = (path.name for path in self.folder.iterdir())
+        names = through_outage(lambda: [path.name for path in self.folder.iterdir()])
         return [name.removesuffix(".json") for name in names if is_facts(name)]
 
     def forget(self, key: ShardKey) -> None:
@@ -121,12 +122,17 @@ class Parts:
     def facts(self, key: ShardKey) -> PartFacts | None:
         """Return the facts of a part; None if it is missing or incomplete."""
         try:
-            return PartFacts.model_validate_json(self._facts(key).read_bytes())
-        except (OSError, ValidationError):
+            return PartFacts.model_validate_json(through_outage(self._facts(key).read_bytes))
+        except (FileNotFoundError, ValidationError):
             return None
 
     def write(self, shard: RowShard, rows: ShardRows, answers: ShardAnswers) -> PartFacts:
-        """Write the part, and then its facts. FileNotFoundError if the folder was removed."""
+        """Write the part, and then its facts; wait for a storage that does not respond. FileNotFoundError if the folder
+        was removed.
+        """
+        return through_outage(lambda: self._written(shard, rows, answers))
+
+    def _written(self, shard: RowShard, rows: ShardRows, answers: ShardAnswers) -> PartFacts:
         with replaced(self._table(shard.key), folder=False) as place:
             write_tables(place, [answers.table])
         lines = [json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in answers.bad_rows]

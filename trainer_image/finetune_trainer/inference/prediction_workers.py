@@ -30,6 +30,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol
@@ -41,7 +42,7 @@ from finetune_contract.layout import FailureClass, JobPaths, retryable
 from finetune_contract.report import FailureReport
 from finetune_trainer.data.row_shards import ShardKey
 from finetune_trainer.failures import StageError, classify
-from finetune_trainer.files import write_atomically
+from finetune_trainer.files import through_outage, write_atomically
 from finetune_trainer.inference import shard_claims
 from finetune_trainer.inference.shard_claims import (
     Beat,
@@ -74,29 +75,47 @@ class CrewStatus(Message):
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """`SharedFiles` in a folder that all workers mount."""
+    """`SharedFiles` in a folder that all workers mount; each operation waits for a storage that does not respond."""
 
     root: Path
 
     def create(self, name: str, text: str) -> bool:
-        try:
-            with (self.root / name).open("x", encoding="utf-8") as file:
-                file.write(text)
-        except FileExistsError:
-            return False
-        return True
+        tries = 0
+
+        def created() -> bool:
+            nonlocal tries
+            tries += 1
+            try:
+                with (self.root / name).open("x", encoding="utf-8") as file:
+                    file.write(text)
+            except FileExistsError:
+                # A try that failed may have created the file, whole or empty.
+                return tries > 1 and self._completed(name, text)
+            return True
+
+        return through_outage(created)
+
+    def _completed(self, name: str, text: str) -> bool:
+        """Return whether a file is this worker's; fill it if it is empty."""
+        found = (self.root / name).read_text(encoding="utf-8")
+        if not found:
+            (self.root / name).write_text(text, encoding="utf-8")
+        return found in ("", text)
 
     def write(self, name: str, text: str) -> None:
-        write_atomically(self.root / name, text, folder=False)
+        through_outage(lambda: write_atomically(self.root / name, text, folder=False))
 
     def read(self, name: str) -> str | None:
-        try:
-            return (self.root / name).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
+        def found() -> str | None:
+            try:
+                return (self.root / name).read_text(encoding="utf-8")
+            except FileNotFoundError:
+                return None
+
+        return through_outage(found)
 
     def names(self, folder: str) -> list[str]:
-        return [path.name for path in (self.root / folder).iterdir()]
+        return through_outage(lambda: [path.name for path in (self.root / folder).iterdir()])
 
 
 class Sharing(Protocol):
@@ -170,11 +189,11 @@ class Crew:
         self._files = FolderFiles(paths.root)
         place = str(parts.relative_to(paths.root))
         self._beat_place = beat_name(worker.folder(place), worker.index)
-        (paths.root / worker.folder(place) / "claims").mkdir(parents=True, exist_ok=True)
-        paths.state.mkdir(parents=True, exist_ok=True)
+        for folder in (paths.root / worker.folder(place) / "claims", paths.state):
+            through_outage(partial(folder.mkdir, parents=True, exist_ok=True))
         self._incarnation = uuid.uuid4().hex
         self._beats = 0
-        self._beat()  # before the first claim, so that its readers find this worker alive
+        through_outage(self._beat)  # before the first claim, so that its readers find this worker alive
         self._taker = ShardClaimer(worker, place, self._files, self._incarnation)
         self._began: float | None = None
         self._checked = 0.0
@@ -265,9 +284,8 @@ class Crew:
 
     def _beat(self, *, ended: bool = False) -> None:
         self._beats += 1
-        self._files.write(
-            self._beat_place, Beat(incarnation=self._incarnation, beat=self._beats, ended=ended).to_json()
-        )
+        beat = Beat(incarnation=self._incarnation, beat=self._beats, ended=ended).to_json()
+        write_atomically(self._paths.root / self._beat_place, beat, folder=False)
 
     def _live(self) -> None:
         warned = False

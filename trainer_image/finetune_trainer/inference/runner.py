@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from finetune_contract.choices import Device, InferencePrecision, Stage
 from finetune_contract.layout import FailureClass, JobPaths
-from finetune_contract.trainer_job import Evaluation, Prediction, TrainerJob
+from finetune_contract.trainer_job import Evaluation, Generation, Prediction, TrainerJob
 from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.distributed import refuse_missing_gpu
 from finetune_trainer.failures import StageError
-from finetune_trainer.inference.optimization.rung_protocol import ForwardPass
+from finetune_trainer.inference.optimization.rung_protocol import Substitute
+from finetune_trainer.inference.optimization.text_server import ROWS, TextServer
 from finetune_trainer.inference.pod_processes import (
     ALL_BATCHES,
     BatchShare,
@@ -27,7 +28,7 @@ from finetune_trainer.inference.pod_processes import (
 )
 from finetune_trainer.models import load_tokenizer, pinned, resolve_model
 from finetune_trainer.progress import ProgressSink
-from finetune_trainer.tasks.task_protocol import Answer, Feature, TaskModule, labels_of
+from finetune_trainer.tasks.task_protocol import Answer, Feature, TaskModule, Writer, labels_of
 from finetune_trainer.tasks.task_registry import task_of
 from finetune_trainer.uris import Uri, local_path
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+REFUSED = "refused"
+"""Key of an answer without a text: the reason and the message."""
 _Answering: TypeAlias = Callable[[Sequence[Feature]], list[Answer]]
 
 
@@ -166,7 +169,7 @@ def answers_of(
     batch_tokens: int,
     progress: ProgressSink,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    forward: ForwardPass | None = None,
+    forward: Substitute | None = None,
     seed: int | None = None,
     settled: bool = False,
     share: BatchShare = ALL_BATCHES,
@@ -246,9 +249,11 @@ def _rounds(
     split: PreparedSplit,
     batch_tokens: int,
     tokenizer: PreTrainedTokenizerBase | None,
-    forward: ForwardPass | None,
+    forward: Substitute | None,
 ) -> list[tuple[_Answering, Sequence[NDArray[np.int64]]]]:
     """Return functions with their batches: a forward pass over all features, unless writing suffices; and writing."""
+    import numpy as np
+
     task, lengths = task_of(job), split.data.lengths(split.role)
     writer = task.writer if task.writer is not None and stage in task.writer.stages else None
     rounds: list[tuple[_Answering, Sequence[NDArray[np.int64]]]] = []
@@ -257,11 +262,31 @@ def _rounds(
         rounds.append((_reading(task, model, forward, split.data.pad_token_id), batches))
     if writer is not None:
         chosen = writer.chosen(split)
+        tokenizer = load_tokenizer(job) if tokenizer is None else tokenizer
+        if isinstance(forward, TextServer):
+            batches = np.array_split(chosen, max(1, -(-len(chosen) // ROWS)))
+            rounds.append((partial(_written_by, forward, writer, tokenizer, job.generation), batches))
+            return rounds
         room = (lengths[chosen] + job.generation.max_new_tokens) * job.generation.num_beams
         batches = [chosen[batch] for batch in inference_batches(room, batch_tokens=batch_tokens)]
-        tokenizer = load_tokenizer(job) if tokenizer is None else tokenizer
         rounds.append((partial(writer.write, model, tokenizer, generation=job.generation), batches))
     return rounds
+
+
+def _written_by(
+    server: TextServer,
+    writer: Writer,
+    tokenizer: PreTrainedTokenizerBase,
+    generation: Generation,
+    features: Sequence[Feature],
+) -> list[Answer]:
+    """Return the texts that a server generates; an answer that it refuses has `REFUSED` beside an empty text."""
+    import numpy as np
+
+    answers = writer.write(cast(Any, server), tokenizer, features, generation)
+    for at, refusal in server.refused.items():
+        answers[at] = {**answers[at], REFUSED: np.array(refusal)}
+    return answers
 
 
 def _answered_batches(
@@ -305,11 +330,11 @@ def _too_long(tokens: int, error: Exception) -> StageError:
     )
 
 
-def _reading(task: TaskModule, model: PreTrainedModel, forward: ForwardPass | None, pad_token_id: int) -> _Answering:
+def _reading(task: TaskModule, model: PreTrainedModel, forward: Substitute | None, pad_token_id: int) -> _Answering:
     """Return a function that does one forward pass over features."""
     from torch import nn
 
-    answers = cast(nn.Module, model if forward is None else forward)
+    answers = cast(nn.Module, model if forward is None or isinstance(forward, TextServer) else forward)
 
     def read(features: Sequence[Feature]) -> list[Answer]:
         batch = task.collate(features, pad_token_id=pad_token_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from finetune_contract.choices import GPU_RUNGS, RUNG_TASKS, WRITING_TASKS, Task
+from finetune_contract.choices import GPU_RUNGS, RUNG_TASKS, VLLM_TASKS, WRITING_TASKS, Task
 from finetune_operator.api.problems import any_of, describe_value
 from finetune_operator.api.rules.rule import Holds, Rule, is_one_of
 from finetune_operator.api.types import DNS_SUBDOMAIN_PATTERN, ColumnsSpec, FineTuneJobSpec, GenerationSpec
@@ -75,7 +75,21 @@ def _columns_cel() -> str:
 
 
 def _is_rung(spec: FineTuneJobSpec) -> bool:
-    return spec.predict is not None and spec.predict.optimization not in ("auto", "none")
+    return spec.predict is not None and spec.predict.optimization not in ("auto", "none", "vllm")
+
+
+def _by_vllm(spec: FineTuneJobSpec) -> bool:
+    return spec.predict is not None and spec.predict.optimization == "vllm"
+
+
+def _has_metric(spec: FineTuneJobSpec) -> bool:
+    predict = spec.predict
+    return predict is None or predict.metric_tolerance is None or (not _by_vllm(spec) and predict.server is None)
+
+
+def _server_is_used(spec: FineTuneJobSpec) -> bool:
+    predict = spec.predict
+    return predict is None or predict.server is None or predict.optimization in ("auto", "vllm")
 
 
 def _predictions_advice(spec: FineTuneJobSpec) -> str:
@@ -384,19 +398,60 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "no-rungs-for-texts",
         "predict.optimization",
-        f"!has(self.predict) || self.predict.optimization in ['auto', 'none'] || {is_one_of(RUNG_TASKS)}",
+        f"!has(self.predict) || self.predict.optimization in ['auto', 'none', 'vllm'] || {is_one_of(RUNG_TASKS)}",
         lambda spec: not _is_rung(spec) or spec.task in RUNG_TASKS,
         f"applies to {', '.join(RUNG_TASKS)} only",
         "leave it out",
     ),
     Rule(
+        "vllm-writes-texts",
+        "predict.optimization",
+        f"!has(self.predict) || self.predict.optimization != 'vllm' || {is_one_of(VLLM_TASKS)}",
+        lambda spec: not _by_vllm(spec) or spec.task in VLLM_TASKS,
+        f"vllm applies to {', '.join(VLLM_TASKS)} only",
+        "leave it out",
+    ),
+    Rule(
+        "vllm-needs-a-server",
+        "predict.server",
+        "!has(self.predict) || self.predict.optimization != 'vllm' || has(self.predict.server)",
+        lambda spec: not _by_vllm(spec) or spec.predict is None or spec.predict.server is not None,
+        "is needed with spec.predict.optimization vllm",
+        "write the URL of an OpenAI-compatible server, such as http://vllm.team.svc:8000",
+    ),
+    Rule(
+        "server-is-for-vllm",
+        "predict.server",
+        "!has(self.predict) || !has(self.predict.server) || self.predict.optimization in ['auto', 'vllm']",
+        _server_is_used,
+        "has no effect unless spec.predict.optimization is vllm or auto",
+        "leave it out, or set spec.predict.optimization to vllm",
+    ),
+    Rule(
+        "vllm-has-no-beams",
+        "generation.numBeams",
+        "!has(self.predict) || self.predict.optimization != 'vllm' || self.generation.numBeams == 1",
+        lambda spec: not _by_vllm(spec) or spec.generation.num_beams == 1,
+        "must be 1 with spec.predict.optimization vllm, which has no beam search",
+        "leave it out, or set spec.predict.optimization to none",
+    ),
+    Rule(
+        "vllm-has-no-metric",
+        "predict.metricTolerance",
+        "!has(self.predict) || !has(self.predict.metricTolerance)"
+        " || !(has(self.predict.server) || self.predict.optimization == 'vllm')",
+        _has_metric,
+        "needs a metric, and the texts of spec.predict.server have none",
+        "leave it out, or use spec.predict.tolerance, the share of equal texts",
+    ),
+    Rule(
         "no-cpu-rungs-on-gpus",
         "predict.optimization",
-        f"!has(self.predict) || self.predict.optimization in {['auto', *GPU_RUNGS]}"
+        f"!has(self.predict) || self.predict.optimization in {['auto', 'vllm', *GPU_RUNGS]}"
         " || type(self.resources.gpusPerNode) != int || int(self.resources.gpusPerNode) == 0",
         lambda spec: (
             spec.predict is None
-            or spec.predict.optimization in ("auto", *GPU_RUNGS)
+            or spec.predict.optimization in ("auto", "vllm", *GPU_RUNGS)
             or spec.resources.gpus_per_node in ("auto", 0)
         ),
         "is for CPUs, and spec.resources.gpusPerNode requests GPUs",

@@ -42,6 +42,7 @@ ENV_PATTERN = r"^[-._a-zA-Z][-._a-zA-Z0-9]*$"
 FOLDER_PATTERN = r"^/[^:]+$"
 RELATIVE_PATTERN = r"^[^/:][^:]*$"
 HTTPS_PATTERN = r"^https://[A-Za-z0-9.-]+(:[0-9]{1,5})?$"
+SERVER_PATTERN = r"^https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?(/[A-Za-z0-9._~/-]*)?$"
 CURRENCY_PATTERN = r"^[A-Z]{3}$"
 URI_PATTERN = r"^(hf|s3|gs|az|pvc|file|pkg)://.+$"
 
@@ -61,6 +62,7 @@ PATTERN_DESCRIPTIONS = {
     ENV_PATTERN: "a name of letters, digits, -, _ and . that does not begin with a digit",
     FOLDER_PATTERN: "an absolute path such as /mnt/data, without :",
     HTTPS_PATTERN: "https://host or https://host:port, without a path",
+    SERVER_PATTERN: "http://host:port or https://host:port, without a user, a password or a query",
     CURRENCY_PATTERN: "an ISO 4217 currency code, such as USD",
     GPU_RESOURCE_PATTERN: "a resource of nvidia.com or amd.com, such as nvidia.com/mig-3g.40gb",
     GIT_REF_PATTERN: "a branch, tag or commit, without spaces and ~ ^ : ? * [ \\",

@@ -4,9 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from finetune_contract.choices import RungName
+from finetune_contract.choices import PredictRung, RungName
 from finetune_operator.api.types.field_types import (
     ENDPOINT_NAME_PATTERN,
+    SERVER_PATTERN,
     Auto,
     Count,
     ObjectName,
@@ -108,12 +109,18 @@ class PredictSpec(SpecModel):
         description="Engine that runs the workers; both give the same result. job: a Kubernetes Job; spark: Spark, "
         "with one worker as the driver and the others as executors. Defaults to job.",
     )
-    optimization: Auto | RungName = Field(
+    optimization: Auto | PredictRung = Field(
         default="auto",
         description="Optimization of inference. none: the model as it is; int8: the faster of onnx-int8 and openvino-"
-        "int8; bf16, compile, bnb-int8, bnb-nf4 and fp8 also work on one GPU. An explicit choice that is not available "
-        "fails the stage. Defaults to auto: the fastest on a sample of the rows, and none for small jobs, on GPUs, and "
-        "for generated text.",
+        "int8; bf16, compile, bnb-int8, bnb-nf4 and fp8 also work on one GPU; vllm: server generates the texts. An "
+        "explicit choice that is not available fails the stage. Defaults to auto: the fastest on a sample of the rows, "
+        "and none for small jobs, on GPUs, and for generated text without server and tolerance.",
+    )
+    server: Annotated[str, StringConstraints(pattern=SERVER_PATTERN, max_length=512)] | None = Field(
+        default=None,
+        description="URL of an OpenAI-compatible server with the job's model, such as http://vllm.team.svc:8000, for "
+        "optimization vllm, or auto with tolerance. Its bearer token, if any, is the variable OPENAI_API_KEY of "
+        "template.env. If unset, the job's own process generates texts.",
     )
     tolerance: Annotated[float, Field(gt=0.5, le=1)] | None = Field(
         default=None,

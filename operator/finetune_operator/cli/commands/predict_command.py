@@ -66,6 +66,10 @@ Tolerance: TypeAlias = Annotated[
         "--tolerance", metavar="SHARE", help="Share of labels that optimization must not change. Default: all."
     ),
 ]
+Server: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--server", metavar="URL", help="OpenAI-compatible server with the model, for --optimization vllm."),
+]
 Workers: TypeAlias = Annotated[
     int, typer.Option("--workers", min=1, max=1024, metavar="N", help="Processes that share the rows and the cores.")
 ]
@@ -83,6 +87,7 @@ def predict(
     max_bad_rows: MaxBadRows = None,
     optimization: Optimization = "auto",
     tolerance: Tolerance = None,
+    server: Server = None,
     workers: Workers = 1,
     restart: Annotated[bool, typer.Option("--restart", help="Start over instead of resuming an earlier call.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job without running it.")] = False,
@@ -113,6 +118,8 @@ def predict(
         predicts["optimization"] = optimization
     if tolerance is not None:
         predicts["tolerance"] = tolerance
+    if server is not None:
+        predicts["server"] = server
     if workers > 1:
         predicts["workers"] = workers
     if max_bad_rows is not None:

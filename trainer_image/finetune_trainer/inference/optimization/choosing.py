@@ -26,16 +26,20 @@ from finetune_trainer.inference.optimization.rung_protocol import (
     Machine,
     NotAvailable,
     Rung,
+    Substitute,
     extremes,
 )
 from finetune_trainer.inference.optimization.rung_table import RungRow, RungTable
 from finetune_trainer.inference.optimization.rungs import rung_by_name, rungs_of
+from finetune_trainer.inference.optimization.text_server import ServerUnavailableError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 SAMPLE_ROWS = 1000
+TEXT_SAMPLE_ROWS = 64
+"""Rows of a sample whose answers are generated texts: each takes seconds on a CPU."""
 SMALL_SECONDS = 60.0
 """A job that the plain model finishes within this time is not measured: export alone takes some 10 s."""
 MEASURING_SHARE = 0.15
@@ -60,9 +64,9 @@ class Sample:
 
     rows: int
     batches: Sequence[Batch]
-    answers: Callable[[ForwardPass | None], Rows]
+    answers: Callable[[Substitute | None], Rows]
     """Answer all rows by a forward pass; None: by the model."""
-    metrics: Callable[[ForwardPass | None], Mapping[str, float]] | None = None
+    metrics: Callable[[Substitute | None], Mapping[str, float]] | None = None
     """Measure the task's metrics by a forward pass, on labelled rows; None: not requested."""
 
 
@@ -75,6 +79,10 @@ class RungRequest:
     """Share of labels that must be equal; None: lossy rungs are excluded, unless `metric_tolerance` is set."""
     metric_tolerance: float | None = None
     """Largest amount by which a metric may be worse than the plain model's."""
+    texts: bool = False
+    """True if the answers are generated texts."""
+    server: str | None = None
+    """URL of the server for rung `vllm`."""
 
     @property
     def tolerates(self) -> bool:
@@ -92,7 +100,7 @@ class Chosen:
     """Rung that answers the rows."""
 
     name: str
-    forward: ForwardPass | None
+    forward: Substitute | None
     """None: the model itself."""
     table: RungTable
 
@@ -102,7 +110,7 @@ class _Trial:
     """A measured rung."""
 
     rung: Rung
-    forward: ForwardPass | None
+    forward: Substitute | None
     seconds: float
     """Time for the sample."""
     setup: float
@@ -125,7 +133,7 @@ def choose(
     `RungNotRightEnough` if its labels differ by more than the tolerance allows.
     """
     machine = machine or Machine.here()
-    candidates = rungs_of(request.optimization)
+    candidates = rungs_of(request.optimization, texts=request.texts, server=request.server)
     if request.optimization != "measured" and not request.tolerates and len(candidates) == 1:
         return _requested_rung(candidates[0], model, sample, folder, machine)
     plain = _measured_plain(sample)
@@ -150,6 +158,10 @@ def choose(
         try:
             ledger.add(_measured(rung, model, sample, folder))
         except NotAvailable as error:
+            ledger.refuse(rung, f"not available: {error}")
+        except ServerUnavailableError as error:
+            if request.optimization != "measured":
+                raise
             ledger.refuse(rung, f"not available: {error}")
         spent += time.perf_counter() - began
     if request.optimization == "measured":
@@ -179,13 +191,18 @@ def _requested_rung(rung: Rung, model: PreTrainedModel, sample: Sample, folder: 
 
 
 def by_name(
-    name: str, model: PreTrainedModel, sample: Sample, folder: Path, machine: Machine | None = None
-) -> ForwardPass:
+    name: str,
+    model: PreTrainedModel,
+    sample: Sample,
+    folder: Path,
+    machine: Machine | None = None,
+    server: str | None = None,
+) -> Substitute:
     """Build a rung that another worker or attempt chose. StageError `RungNotAvailable` if this machine lacks it: all
     parts must be computed in the same way.
     """
     try:
-        rung = rung_by_name(name)
+        rung = rung_by_name(name, server)
     except KeyError:
         raise not_available(name, "this image does not have it") from None
     why = rung.unavailable(model, machine or Machine.here())
@@ -206,14 +223,14 @@ def _measured_plain(sample: Sample) -> _Trial:
     return _Trial(rung, None, seconds, 0.0, rows, None, _metrics(sample, None))
 
 
-def _metrics(sample: Sample, forward: ForwardPass | None) -> Mapping[str, float]:
+def _metrics(sample: Sample, forward: Substitute | None) -> Mapping[str, float]:
     return {} if sample.metrics is None else sample.metrics(forward)
 
 
 class _Prepared(NamedTuple):
     """A rung that is ready to answer."""
 
-    forward: ForwardPass
+    forward: Substitute
     seconds: float
     """Time of the build."""
     memory: int
@@ -222,8 +239,9 @@ class _Prepared(NamedTuple):
 def _prepared(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path) -> _Prepared:
     before, began = psutil.Process().memory_info().rss, time.perf_counter()
     forward = rung.prepare(model, sample.batches, folder)
-    for batch in extremes(sample.batches):
-        _run(forward, batch)
+    if callable(forward):
+        for batch in extremes(sample.batches):
+            _run(forward, batch)
     seconds = time.perf_counter() - began
     return _Prepared(forward, seconds, max(0, psutil.Process().memory_info().rss - before))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from finetune_contract.choices import GPU_RUNGS, RUNG_TASKS, Stage
+from finetune_contract.choices import GPU_RUNGS, RUNG_TASKS, VLLM_TASKS, Stage
 from finetune_contract.contract_models import Message
 from finetune_contract.layout import JobPaths
 from finetune_contract.metrics import LOSS
@@ -30,6 +30,7 @@ from finetune_trainer.inference.evaluate import labelled_split
 from finetune_trainer.inference.optimization.choosing import (
     SAMPLE_ROWS,
     SMALL_SECONDS,
+    TEXT_SAMPLE_ROWS,
     Chosen,
     RungRequest,
     Sample,
@@ -38,8 +39,9 @@ from finetune_trainer.inference.optimization.choosing import (
     not_available,
     small_job,
 )
-from finetune_trainer.inference.optimization.rung_protocol import ForwardPass, Machine
+from finetune_trainer.inference.optimization.rung_protocol import Machine, Substitute
 from finetune_trainer.inference.optimization.rung_table import RungTable
+from finetune_trainer.inference.optimization.rungs import TEXTS
 from finetune_trainer.inference.runner import answers_of
 from finetune_trainer.progress import NoProgress
 
@@ -81,14 +83,19 @@ class RungInUse:
         predict = self.answerer.job.predict
         if predict is None:
             return RungRequest("none", None)
-        return RungRequest(predict.optimization, predict.tolerance, predict.metric_tolerance)
+        texts = self.answerer.job.task in VLLM_TASKS
+        return RungRequest(predict.optimization, predict.tolerance, predict.metric_tolerance, texts, predict.server)
+
+    @property
+    def _sample_rows(self) -> int:
+        return TEXT_SAMPLE_ROWS if self.request.texts else SAMPLE_ROWS
 
     def choose(self) -> str:
         """Return the name of the rung, measured unless known. StageErrors of `choosing.choose`."""
         self._chosen = self._without_measuring() or self._small() or self._remembered() or self._measured()
         return self._chosen.name
 
-    def forward(self, name: str) -> ForwardPass | None:
+    def forward(self, name: str) -> Substitute | None:
         """Return the forward pass that replaces the model's; None for the model itself. StageError `RungNotAvailable`
         if this machine cannot compute as the others do.
         """
@@ -105,9 +112,15 @@ class RungInUse:
         requested = self.request.optimization
         if requested == "none":
             return _plain("asked for")
-        why = None
-        if self.answerer.job.task not in RUNG_TASKS:
-            why = f"rungs are for {', '.join(RUNG_TASKS)}"
+        why, task = None, self.answerer.job.task
+        suitable = VLLM_TASKS if requested == TEXTS or task in VLLM_TASKS else RUNG_TASKS
+        if task not in suitable or (requested not in (TEXTS, "measured") and task in VLLM_TASKS):
+            what = requested if requested == TEXTS else "rungs of one forward pass"
+            why = f"{what} can compute {', '.join(VLLM_TASKS if requested == TEXTS else RUNG_TASKS)}"
+        elif self.request.texts and self.request.metric_tolerance is not None:
+            why = "predict.metricTolerance needs a metric, and generated texts have none"
+        elif requested == TEXTS or self.request.texts:
+            why = None  # the server computes, on whatever device
         elif self.answerer.means.device != "cpu" and requested not in GPU_RUNGS:
             why = "rungs are measured on CPUs only" if requested == "measured" else "it computes on CPUs only"
         if why is None:
@@ -139,7 +152,7 @@ class RungInUse:
         return Chosen(found.table.chosen, made, found.table)
 
     def _measured(self) -> Chosen:
-        sample, remaining = self._sampled(SAMPLE_ROWS)[0], self._remaining(SAMPLE_ROWS)
+        sample, remaining = self._sampled(self._sample_rows)[0], self._remaining(self._sample_rows)
         if self.request.metric_tolerance is not None:
             sample = replace(sample, metrics=self._judge())
         chosen = choose(self.request, self.answerer.model, sample, remaining, self._folder, self.machine)
@@ -151,7 +164,7 @@ class RungInUse:
                 write_atomically(self._place, _StoredChoice(basis=self._basis(), table=chosen.table).to_json())
         return chosen
 
-    def _judge(self) -> Callable[[ForwardPass | None], Mapping[str, float]]:
+    def _judge(self) -> Callable[[Substitute | None], Mapping[str, float]]:
         """Return a function that measures metrics on labelled rows. StageError DATA `NoLabels` or `NotPrepared`."""
         job, means, task = self.answerer.job, self.answerer.means, self.answerer.encoder.task
         split = labelled_split(task, PreparedData.open(self.paths)).head(SAMPLE_ROWS)
@@ -166,14 +179,15 @@ class RungInUse:
             progress=NoProgress(),
         )
 
-        def metrics(forward: ForwardPass | None) -> dict[str, float]:
+        def metrics(forward: Substitute | None) -> dict[str, float]:
             measured = task.score(answered(forward=forward), split)
             return {name: value for name, value in measured.items() if name != LOSS}
 
         return metrics
 
-    def _made(self, name: str) -> ForwardPass:
-        return by_name(name, self.answerer.model, self._sampled(SAMPLE_ROWS)[0], self._folder, self.machine)
+    def _made(self, name: str) -> Substitute:
+        sample = self._sampled(self._sample_rows)[0]
+        return by_name(name, self.answerer.model, sample, self._folder, self.machine, self.request.server)
 
     def _sampled(self, rows: int) -> tuple[Sample, int]:
         if rows not in self._samples:

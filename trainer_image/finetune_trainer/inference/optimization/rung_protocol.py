@@ -90,6 +90,20 @@ class ForwardPass(Protocol):
         """
 
 
+class TextGenerator(Protocol):
+    """Generates texts in place of the model, with the part of transformers' interface that generation needs."""
+
+    refused: Mapping[int, tuple[str, str]]
+    """Rows of the last call of `generate` without a text -> reason and message."""
+
+    def generate(self, **inputs: Any) -> torch.Tensor:
+        """See `generate` of transformers."""
+
+
+Substitute: TypeAlias = "ForwardPass | TextGenerator"
+"""Computes in place of the model."""
+
+
 class Rung(Protocol):
     """One way to compute the forward pass."""
 
@@ -104,8 +118,8 @@ class Rung(Protocol):
     def unavailable(self, model: PreTrainedModel, machine: Machine) -> str | None:
         """Return the reason why this model cannot run so on this machine; None if it can be tried."""
 
-    def prepare(self, model: PreTrainedModel, sample: Sequence[Batch], folder: Path) -> ForwardPass:
-        """Build the forward pass. `sample`: batches of the job's own rows, for calibration. Converted models are kept
+    def prepare(self, model: PreTrainedModel, sample: Sequence[Batch], folder: Path) -> Substitute:
+        """Build what computes. `sample`: batches of the job's own rows, for calibration. Converted models are kept
         and reused in `folder`; they load without this project.
 
         NotAvailable if the build fails.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import NamedTuple, cast
 
@@ -15,6 +16,8 @@ class _Place(NamedTuple):
     attribute: str
 
 
+TEXTS = "vllm"
+"""Rung of generated texts; the others compute one forward pass."""
 _RUNGS = {
     "none": _Place("torch_rungs", "PLAIN"),
     "bf16": _Place("torch_rungs", "BF16"),
@@ -29,22 +32,26 @@ _RUNGS = {
     "bnb-int8": _Place("quantized_rungs", "EIGHT_BIT"),
     "bnb-nf4": _Place("quantized_rungs", "FOUR_BIT"),
     "fp8": _Place("quantized_rungs", "FP8"),
+    TEXTS: _Place("text_server", "VLLM"),
 }
 FAMILIES = {"int8": ("onnx-int8", "openvino-int8")}
 """Name of a group -> its rungs, of which the fastest is taken."""
 
 
-def rung_by_name(name: str) -> Rung:
-    """Return a rung; KeyError for a name that none has."""
+def rung_by_name(name: str, server: str | None = None) -> Rung:
+    """Return a rung; KeyError for a name that none has. `server`: see `Prediction.server`."""
     place = _RUNGS[name]
-    return cast(Rung, getattr(import_module(f"{_PACKAGE}.{place.module}"), place.attribute))
+    found = getattr(import_module(f"{_PACKAGE}.{place.module}"), place.attribute)
+    return cast(Rung, replace(found, url=server) if name == TEXTS else found)
 
 
-def rungs_of(requested: str) -> list[Rung]:
-    """Return the rungs of a value of `predict.optimization`, without the plain model."""
+def rungs_of(requested: str, *, texts: bool = False, server: str | None = None) -> list[Rung]:
+    """Return the rungs of a value of `predict.optimization`, without the plain model. `texts`: True if answers are
+    generated texts.
+    """
     names = (
-        [name for name in _RUNGS if name != "none"]
+        [name for name in _RUNGS if name != "none" and (name == TEXTS) == texts]
         if requested == "measured"
         else list(FAMILIES.get(requested, (requested,)))
     )
-    return [rung_by_name(name) for name in names]
+    return [rung_by_name(name, server) for name in names]
