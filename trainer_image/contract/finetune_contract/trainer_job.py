@@ -448,11 +448,24 @@ class Prediction(InferenceProcesses):
     """Maximum loss of a metric against the plain model, on labelled rows of the prepared data."""
 
 
+class ServedAdapter(Order):
+    """A LoRA adapter that a server computes beside the weights of its model, without merging them."""
+
+    name: str
+    """Name of the adapter in requests, in place of a model's."""
+    uri: str
+    """Folder as peft writes it."""
+
+
 class Serving(Order):
     """A server that answers requests with the model."""
 
     model_name: str
     """Name of the model in requests."""
+    adapters: Annotated[tuple[ServedAdapter, ...], Field(exclude_if=lambda adapters: not adapters)] = ()
+    """Adapters of the model. Omitted if there are none: images that do not know the field read such jobs."""
+    serves_model: Annotated[bool, Field(exclude_if=lambda serves: serves)] = True
+    """True if the model also answers by itself, provided that it has the task's head. False: only its adapters do."""
     device: Device
     precision: _InferencePrecision = "fp32"
     """Precision, as in an evaluation."""
@@ -468,6 +481,17 @@ class Serving(Order):
     """Maximum number of waiting rows; further requests are answered with 429."""
     drain_seconds: float = Field(default=30, gt=0)
     """Time after SIGTERM in which accepted requests are still answered."""
+
+    @model_validator(mode="after")
+    def _adapters_can_be_told_apart(self) -> Serving:
+        names = [self.model_name, *(adapter.name for adapter in self.adapters)]
+        if len(set(names)) < len(names):
+            raise ValueError("the names of adapters must differ, and from model_name")
+        if self.adapters and self.optimization != "none":
+            raise ValueError("optimization is none with adapters: rungs convert a model without them")
+        if not self.adapters and not self.serves_model:
+            raise ValueError("serves_model is false only with adapters")
+        return self
 
 
 class TrainerJob(Order):
