@@ -11,6 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, JsonValue, model_validator
 
 from finetune_contract.choices import (
+    ADAPTER_NAME_PATTERN,
     ActivationOffload,
     AdapterMethod,
     CheckpointingMode,
@@ -451,7 +452,7 @@ class Prediction(InferenceProcesses):
 class ServedAdapter(Order):
     """A LoRA adapter that a server computes beside the weights of its model, without merging them."""
 
-    name: str
+    name: Annotated[str, Field(pattern=ADAPTER_NAME_PATTERN)]
     """Name of the adapter in requests, in place of a model's."""
     uri: str
     """Folder as peft writes it."""

@@ -271,7 +271,7 @@ def _inserted(
         result = set_peft_model_state_dict(whole, adapter.weights, adapter_name=name)
     except (ValueError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         raise adapter.refused(f"it does not fit the base: {str(error).strip().splitlines()[0][:120]}", hint) from error
-    absent = [each for each in result.missing_keys if f".{name}." in each]
+    absent = [each.replace(f".{name}.", ".") for each in result.missing_keys if f".{name}." in each]
     unknown = result.unexpected_keys
     if unknown:
         raise adapter.refused(f"the base has no place for its weights {first_of(unknown, 2)}", hint)
