@@ -51,7 +51,7 @@ def test_base_that_an_adapter_names_is_found(named: str, uri: str, tmp_path: Pat
 def test_base_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "mails", base_model_name_or_path="./gone")
 
-    with pytest.raises(UsageError, match="its base './gone' is not here; name it with --base"):
+    with pytest.raises(UsageError, match=r"its base './gone' is not here; name it with --base"):
         adapter_folder(str(folder)).base()
 
 
@@ -95,7 +95,9 @@ def test_adapter_alone_is_served_without_its_base(tmp_path: Path) -> None:
 def test_adapters_beside_a_model_need_names_and_no_optimization(tmp_path: Path) -> None:
     base = write_model(tmp_path / "base")
     two = named_adapters([f"{name}={write_adapter(tmp_path / name)}" for name in ("mails", "reviews")])
-    job = TrainerJob.model_validate({"name": "serve", "task": "text-classification", "model": {"uri": f"file://{base}"}})
+    job = TrainerJob.model_validate(
+        {"name": "serve", "task": "text-classification", "model": {"uri": f"file://{base}"}}
+    )
 
     served = _with_serving(job, "none", 512, two, None).serving
     assert served is not None

@@ -1,4 +1,4 @@
-"""Folders of LoRA adapters that `finetune serve` is given: their base model, their task, and their names in requests."""
+"""Folders of LoRA adapters for `finetune serve`: their base model, their task, and their names in requests."""
 
 from __future__ import annotations
 

@@ -86,5 +86,6 @@ class Stage(StrEnum):
     PREDICT = "predict"
     SERVE = "serve"
 
-ADAPTER_NAME_PATTERN = r"^[A-Za-z0-9]([-._A-Za-z0-9]{0,61}[A-Za-z0-9])?$"
+
+ADAPTER_NAME_PATTERN = r"^[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$"
 """Names of adapters: they are part of paths of requests."""

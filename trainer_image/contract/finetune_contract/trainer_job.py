@@ -452,7 +452,7 @@ class Prediction(InferenceProcesses):
 class ServedAdapter(Order):
     """A LoRA adapter that a server computes beside the weights of its model, without merging them."""
 
-    name: Annotated[str, Field(pattern=ADAPTER_NAME_PATTERN)]
+    name: Annotated[str, Field(pattern=ADAPTER_NAME_PATTERN, max_length=63)]
     """Name of the adapter in requests, in place of a model's."""
     uri: str
     """Folder as peft writes it."""

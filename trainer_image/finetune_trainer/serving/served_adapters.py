@@ -99,7 +99,7 @@ class AdaptedModel:
             return
         for module in self._switches:
             # peft's own set_adapter also walks through the weights of all adapters, and knows no "none of them".
-            module._active_adapter = [inner]  # noqa: SLF001  # see above
+            module._active_adapter = [inner]
         self._used = inner
 
 
@@ -202,7 +202,7 @@ def _refuse_kind(adapter: _Adapter, task: Task) -> None:
     from peft import LoraConfig
 
     merged = "Serve the merged model instead."
-    config, usual = adapter.config, LoraConfig().to_dict()
+    config, usual = adapter.config, vars(LoraConfig())
     kind = str(config.get("peft_type"))
     if kind != "LORA":
         raise adapter.refused(f"its type is {kind}, and LORA is supported", merged)
@@ -268,7 +268,8 @@ def _inserted(
         else:
             whole.add_adapter(name, config)
         outputs = _fit_heads(whole, name, adapter)
-        result = set_peft_model_state_dict(whole, adapter.weights, adapter_name=name)
+        # Its type is that of a factory of named tuples.
+        result: Any = set_peft_model_state_dict(whole, adapter.weights, adapter_name=name)
     except (ValueError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         raise adapter.refused(f"it does not fit the base: {str(error).strip().splitlines()[0][:120]}", hint) from error
     absent = [each.replace(f".{name}.", ".") for each in result.missing_keys if f".{name}." in each]
