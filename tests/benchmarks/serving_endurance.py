@@ -210,9 +210,7 @@ def main(arguments: argparse.Namespace) -> None:
         rows: list[tuple[float, int, int]] = []
         end = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
         with served(model, folder, port) as server:
-            print(
-                f"before: {shown(server, 0)[0]:.0f} MiB, {server.num_fds()} descriptors, {server.num_threads()} threads"
-            )
+            print("before: {:.0f} MiB, {} descriptors, {} threads".format(*shown(server)))
             sent = 0
             while sent < arguments.requests and (end is None or time.monotonic() < end):
                 began, each = time.perf_counter(), -(-part // arguments.clients)

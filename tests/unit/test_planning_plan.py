@@ -1324,3 +1324,34 @@ def test_adapter_must_not_have_the_name_of_the_job():
 
     assert (path, hint) == ("spec.endpoint.adapters[0].name", "give the adapter another name")
     assert rule == "is the name of the job, by which requests choose the model itself"
+
+
+@pytest.mark.parametrize("optimization", ["auto", "bf16"])
+def test_gate_of_an_endpoint_is_judged_with_the_optimization_of_its_servers(optimization: str):
+    endpoint = {"optimization": optimization, "tolerance": 0.99}
+    gated = {"evaluation": {"gate": {"metric": "accuracy", "minimum": 0.8}}}
+    judged = planned({**gated, "endpoint": endpoint})
+
+    assert judged.trainer.evaluation is not None
+    assert judged.trainer.serving is not None
+    assert judged.trainer.evaluation.optimization == judged.trainer.serving.optimization
+    assert judged.trainer.evaluation.optimization == ("measured" if optimization == "auto" else "bf16")
+    assert judged.trainer.evaluation.tolerance == 0.99
+    assert any(reason.startswith("the gate is judged with the optimization") for reason in judged.reasons)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"evaluation": {}, "endpoint": {"optimization": "bf16"}}, id="no gate"),
+        pytest.param({"endpoint": None}, id="no endpoint"),
+        pytest.param({"endpoint": {}}, id="servers compute the model as it is"),
+    ],
+)
+def test_evaluation_computes_the_model_as_it_is_without_such_a_gate(changes: dict[str, Any]):
+    gated = {"evaluation": {"gate": {"metric": "accuracy", "minimum": 0.8}}}
+    plain = planned({**gated, **changes}).trainer
+
+    assert plain.evaluation is not None
+    assert (plain.evaluation.optimization, plain.evaluation.tolerance) == ("none", None)
+    assert "optimization" not in plain.evaluation.to_json()

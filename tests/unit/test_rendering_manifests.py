@@ -756,6 +756,18 @@ def test_predicting_executors_get_a_gpu_and_memory_by_default() -> None:
         }
 
 
+def test_only_evaluate_reads_the_optimization_of_the_gate():
+    endpoint, gate = {"optimization": "bf16"}, {"metric": "accuracy", "minimum": 0.8}
+    manifests = rendered(spec_with(evaluation={"gate": gate}, endpoint=endpoint))
+
+    def evaluation(name: str) -> Any:
+        return json.loads(of(manifests, "ConfigMap", f"reviews-{name}-1")["data"]["job.json"])["evaluation"]
+
+    assert evaluation("evaluate")["optimization"] == "bf16"
+    assert [evaluation(name).get("optimization") for name in ("prepare", "train", "endpoint")] == [None] * 3
+    assert evaluation("endpoint")["gate"] == evaluation("evaluate")["gate"]
+
+
 def test_servers_mount_the_claims_of_adapters():
     adapters = [{"name": "mails", "uri": "pvc://tuned/mails/adapter"}, {"name": "other", "uri": "pvc://models/other"}]
     spec = spec_with(

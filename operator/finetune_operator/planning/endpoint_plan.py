@@ -7,6 +7,7 @@ model that needs several devices.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from finetune_contract.choices import RUNG_TASKS, Optimization, Stage
 from finetune_contract.trainer_job import ServedAdapter, Serving
@@ -85,7 +86,21 @@ def _choose_optimization(draft: Draft, endpoint: EndpointSpec) -> Draft:
     if asked == "auto" and not (on_cpu and draft.spec.task in RUNG_TASKS):
         why = "the job serves on a GPU" if not on_cpu else f"only {', '.join(RUNG_TASKS)} can be computed otherwise"
         return draft.because(f"servers compute the model as it is: {why} (spec.endpoint.optimization is auto)")
-    return draft.with_inference(serve_optimization=chosen)
+    draft = draft.with_inference(serve_optimization=chosen)
+    if not judged_optimization(draft):
+        return draft
+    how = "the optimization that the evaluation chooses" if asked == "auto" else f"the optimization {asked}"
+    return draft.because(f"the gate is judged with {how}, as servers compute (spec.endpoint.optimization is {asked})")
+
+
+def judged_optimization(draft: Draft) -> dict[str, Any]:
+    """Return the optimization fields of the evaluation: those of the servers if a gate decides on them, else none."""
+    endpoint, evaluation, chosen = draft.spec.endpoint, draft.spec.evaluation, draft.inference.serve_optimization
+    if endpoint is None or chosen == "none" or evaluation is None or evaluation.gate is None:
+        return {}
+    if not {Stage.EVALUATE, Stage.SERVE} <= set(draft.stages):
+        return {}
+    return {"optimization": chosen, "tolerance": endpoint.tolerance}
 
 
 def _checked_adapters(draft: Draft, endpoint: EndpointSpec) -> Draft:

@@ -394,6 +394,12 @@ class Evaluation(InferenceProcesses):
     """Padded tokens of one inference batch (longest row x rows)."""
     precision: _InferencePrecision = "fp32"
     """Precision of the weights and their computations; losses, probabilities and metrics are computed in fp32."""
+    optimization: Annotated[Optimization, Field(exclude_if=lambda name: name == "none")] = "none"
+    """Optimization as in a prediction: that of the servers that the gate decides on. Omitted if none, as `tolerance`:
+    images that do not know the fields read such jobs.
+    """
+    tolerance: Annotated[float | None, Field(gt=0.5, le=1, exclude_if=lambda share: share is None)] = None
+    """Tolerance as in a prediction."""
 
 
 class Generation(Order):
@@ -534,6 +540,8 @@ class TrainerJob(Order):
                 raise ValueError("devices_per_process is for GPUs: a process on the CPU has one device")
             if settings is not None and settings.processes > 1 and self.script is not None:
                 raise ValueError("processes is 1 with script: the stage prepares rows for the program's model first")
+        if self.evaluation is not None and self.evaluation.optimization != "none" and self.evaluation.processes > 1:
+            raise ValueError("processes is 1 with optimization: each process would measure for itself")
         if self.predict is not None and self.predict.processes > 1 and self.predict.workers > 1:
             raise ValueError("processes is for one pod: with several workers, each has one process")
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -17,16 +17,16 @@ import pyarrow as pa
 
 from finetune_contract.choices import WRITING_TASKS
 from finetune_contract.layout import JobPaths
-from finetune_contract.trainer_job import Columns, Generation, Prediction, Serving, TrainerJob
+from finetune_contract.trainer_job import Generation, Prediction, Serving, TrainerJob
 from finetune_trainer import collection
 from finetune_trainer.data.prepare import labels_of_model
 from finetune_trainer.data.prepared import POSITION, FeatureBatch, FeatureSet, PreparedSplit
-from finetune_trainer.data.row_shards import RowShard, ShardKey, ShardRows
+from finetune_trainer.data.row_shards import ShardKey
 from finetune_trainer.data.shards import Encoder
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.inference.answering import Answerer, RequestedColumns, coding_of, seed_of
-from finetune_trainer.inference.optimization.rung_in_use import RungInUse
-from finetune_trainer.inference.runner import Means, settle, used_model, weights_version
+from finetune_trainer.inference.optimization.served_rung import plain_answerer, rung_to_serve, served_rung, warm_row
+from finetune_trainer.inference.runner import settle, used_model, weights_version
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.scripts.trained import job_of_trained_model
 from finetune_trainer.serving.request_rows import Form, RequestError, Row
@@ -41,19 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_WARM_TEXT = "The server warms up with a sentence of a few words before it takes requests."
-_WORDS = tuple(_WARM_TEXT.split())
-WARM_ROWS: Mapping[str, dict[str, Any]] = {
-    "text-classification": {"text": _WARM_TEXT},
-    "token-classification": {"tokens": list(_WORDS)},
-    "question-answering": {"question": "What warms up?", "context": _WARM_TEXT},
-    "text-generation": {"text": _WARM_TEXT},
-    "preference-tuning": {"prompt": _WARM_TEXT},
-    "summarization": {"source": _WARM_TEXT},
-    "translation": {"source": _WARM_TEXT},
-}
-_ROWS_TO_COME = 1_000_000
-"""Number of rows that measuring and converting are weighed against: a server answers many."""
 _KEY = ShardKey(0, 0)
 
 
@@ -120,7 +107,7 @@ class ServingEngine:
             return
         collection.begin_with_models()
         serving, paths, job = self.serving, self.paths, self.job
-        version = weights_version(job, paths)
+        version, judged = weights_version(job, paths), rung_to_serve(job, paths, serving.optimization)
         if self.trained:
             # The tokenizer, too, is read from the trained model's folder: nothing is fetched.
             found = job_of_trained_model(job, paths)
@@ -135,29 +122,20 @@ class ServingEngine:
         self.job = job = job.model_copy(update={"predict": predict})
         task = task_of(job)
         encoder = Encoder(task, coding_of(job), packing=False)
-        requested = RequestedColumns(Columns(**{role: role for role in _warm_row(job, encoder)}), "inputs", {})
         if serving.adapters:
             from finetune_trainer.serving.served_adapters import load_adapted  # imports torch: the server listens first
 
             self._adapted = adapted = load_adapted(job, task, serving.precision)
             settle(adapted.model, serving.device)
-            plain = Answerer(job, encoder, adapted.model, Labels(), Means.of(predict), requested, settled=True)
-            self.models = _served(serving.model_name, plain, adapted)
+            plain = plain_answerer(job, adapted.model, Labels(), encoder)
+            self.models = _served(serving.model_name, replace(plain, settled=True), adapted)
             return
         model, _ = used_model(job, paths, serving.precision)
         labels = labels_of_model(job, task, model.config)
-        plain = Answerer(job, encoder, model, labels, Means.of(predict), requested)
-        forward = self._forward(plain, paths, version)
+        plain = plain_answerer(job, model, labels, encoder)
+        _, forward = served_rung(plain, _writable(paths), version, judged)
         settle(model, serving.device)
         self.models = {serving.model_name: ServedModel(replace(plain, forward=forward, settled=True))}
-
-    def _forward(self, answerer: Answerer, paths: JobPaths, version: object) -> Any:
-        """Choose the rung as predict does, measured on rows of several lengths. `version`: version of the weights."""
-        if self.serving.optimization == "none":
-            return None
-        shard = _sample_shard(self.job, _warm_row(self.job, answerer.encoder))
-        rungs = RungInUse(answerer, lambda: iter([shard]), _ROWS_TO_COME, _writable(paths), version)
-        return rungs.forward(rungs.choose())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -192,7 +170,7 @@ class ServingEngine:
 
     def warm_up(self) -> float:
         """Answer batches of one row and of several, one with each adapter, and return the seconds per padded token."""
-        row = _warm_row(self.job, self.answerer.encoder)
+        row = warm_row(self.job, self.answerer.encoder)
         few = Generation(max_new_tokens=min(4, self.generation.max_new_tokens))
         form = Form(tuple(row), few if self.writes else self.generation)
         for name in self.names[1:]:
@@ -327,21 +305,3 @@ def _writable(paths: JobPaths) -> JobPaths:
         folder = Path(tempfile.mkdtemp(prefix="finetune-serve-"))
         log.info("%s cannot be written (%s): converted models go to %s.", paths.root, error.strerror, folder)
         return JobPaths(folder)
-
-
-def _warm_row(job: TrainerJob, encoder: Encoder) -> dict[str, Any]:
-    if job.task == "masked-lm":
-        return {"text": f"The server {encoder.coding.tokenizer.mask_token} up."}
-    return WARM_ROWS[job.task]
-
-
-def _sample_shard(job: TrainerJob, row: Mapping[str, Any]) -> RowShard:
-    """Return rows of several lengths, to measure rungs on."""
-    longest = max(row, key=lambda role: len(row[role]))
-    rows = []
-    for times in (1, 2, 4, 8) * 64:
-        value = row[longest]
-        rows.append({**row, longest: value * times if isinstance(value, list) else " ".join([value] * times)})
-    table = pa.Table.from_pylist(rows)
-    read = ShardRows(len(rows), np.arange(len(rows)), lambda chosen: table.take(pa.array(chosen, pa.int64())))
-    return RowShard(ShardKey(0, 0), "sample", len(rows), lambda: read)

@@ -110,7 +110,8 @@ def _job_of(model: str, task: str | None, folder: Path) -> tuple[TrainerJob, Pat
             raise UsageError(f"--task: {model} is a run of {job.task}; omit --task")
         if job.trains and not ((run.state / "train.json").is_file() and (run.model / "config.json").is_file()):
             raise UsageError(f"RUN: {model} has no trained model; finish its training first: finetune run")
-        return job.model_copy(update={"name": run.root.name}), run.root.parent
+        # A gate decides about endpoints: on this machine the user does.
+        return job.model_copy(update={"name": run.root.name, "evaluation": None}), run.root.parent
     uri = model_uri(model)
     source = {"name": "serve", "task": task or task_of(uri), "model": {"uri": uri}}
     try:
