@@ -40,8 +40,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 MEBIBYTE = 1 << 20
 TEXTS = 512
-MOST_WORDS = 400
-FILM_WORDS = ("the", "film", "is", "a", "good", "bad", "one", "and", "it", "was", "not", "long", "slow", "great")
+LONGEST_TEXT = 400
+FILM_VOCABULARY = ("the", "film", "is", "a", "good", "bad", "one", "and", "it", "was", "not", "long", "slow", "great")
 
 
 @dataclass
@@ -132,11 +132,11 @@ def send(port: int, seed: int, count: int, labels: dict[str, str], counts: Count
     connection.close()
 
 
-def plain_labels(model: Path, words: Sequence[str]) -> dict[str, str]:
-    """Return texts of 1 to `MOST_WORDS` words with their labels by a plain loop."""
+def plain_labels(model: Path, vocabulary: Sequence[str]) -> dict[str, str]:
+    """Return texts of 1 to `LONGEST_TEXT` words with their labels by a plain loop."""
     draw = random.Random(1)
-    lengths = [round(math.exp(draw.uniform(0, math.log(MOST_WORDS)))) for _ in range(TEXTS)]
-    texts = [" ".join(draw.choices(words, k=length)) for length in lengths]
+    lengths = [round(math.exp(draw.uniform(0, math.log(LONGEST_TEXT)))) for _ in range(TEXTS)]
+    texts = [" ".join(draw.choices(vocabulary, k=length)) for length in lengths]
     classifier, tokenizer = (
         AutoModelForSequenceClassification.from_pretrained(model),
         AutoTokenizer.from_pretrained(model),
@@ -179,7 +179,7 @@ def main(arguments: argparse.Namespace) -> None:
         model = folder / "model"
         if arguments.minilm:
             serving_load.write_model(model)
-            words = [
+            vocabulary = [
                 "the",
                 "film",
                 "is",
@@ -202,8 +202,8 @@ def main(arguments: argparse.Namespace) -> None:
             ]
         else:
             million_rows.write_model(model)
-            words = million_rows.WORDS
-        labels, counts = plain_labels(model, words), Counts()
+            vocabulary = million_rows.WORDS
+        labels, counts = plain_labels(model, vocabulary), Counts()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

@@ -26,8 +26,8 @@ ROWS = [{"text": " ".join(["word"] * (1 + 7 * at % 23)) + f" {at}", "label": LAB
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Path]) -> Path:
-    words = (word for row in ROWS for word in row["text"].split())
-    return tiny_bert(tmp_path_factory.mktemp("model") / "m", words=words, labels=LABELS, initializer_range=0.5)
+    vocabulary = [part for row in ROWS for part in row["text"].split()]
+    return tiny_bert(tmp_path_factory.mktemp("model") / "m", words=vocabulary, labels=LABELS, initializer_range=0.5)
 
 
 def job_of(model: Path, data: Path, *, judged: str = "none", served: str | None = None, **gate: Any) -> TrainerJob:

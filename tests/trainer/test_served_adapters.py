@@ -18,8 +18,8 @@ from suite_plugins.patience import patient
 from trainer_support.served import Served, served
 from trainer_support.tasks import write_decoder
 
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "small", "grey", "dog", "run", "by", "it"]
-TEXTS = [" ".join((WORDS * 3)[at : at + 3 + 5 * at % 17]) for at in range(9)]
+VOCABULARY = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "small", "grey", "dog", "run", "by", "it"]
+TEXTS = [" ".join((VOCABULARY * 3)[at : at + 3 + 5 * at % 17]) for at in range(9)]
 LABELS = ("bad", "so-so", "good")
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 32, "target_modules": ["query", "value"], "init_lora_weights": False}
 KINDS: dict[str, dict[str, Any]] = {
@@ -81,7 +81,7 @@ class Classifiers:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Path]) -> Path:
-    return tiny_bert(tmp_path_factory.mktemp("base") / "m", words=WORDS, labels=LABELS, initializer_range=0.5)
+    return tiny_bert(tmp_path_factory.mktemp("base") / "m", words=VOCABULARY, labels=LABELS, initializer_range=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +252,7 @@ def test_adapter_of_another_task_or_base_is_refused(
     assert "trained for token-classification" in refusal(job_of(base, {"a": mine}), tmp_path)
     AdapterCard.of("text-classification", model, digest, rounded=False).write(mine)
     assert ServingEngine.load(job_of(base, {"a": mine}), JobPaths(tmp_path / "w")).names == ("base", "a")
-    other = tiny_bert(tmp_path / "other", words=WORDS, labels=LABELS, initializer_range=0.4)
+    other = tiny_bert(tmp_path / "other", words=VOCABULARY, labels=LABELS, initializer_range=0.4)
     assert "other weights than the base has" in refusal(job_of(other, {"a": mine}), tmp_path)
 
 
@@ -275,7 +275,7 @@ def writers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Classifiers]:
     from transformers import AutoModelForCausalLM
 
     place = tmp_path_factory.mktemp("writers")
-    base = write_decoder(place / "base", words=WORDS, initializer_range=0.3)
+    base = write_decoder(place / "base", words=VOCABULARY, initializer_range=0.3)
     folders = {}
     for seed, name in enumerate(("first", "second")):
         torch.manual_seed(seed)

@@ -48,7 +48,7 @@ def test_base_that_an_adapter_names_is_found(named: str, uri: str, tmp_path: Pat
     assert adapter_folder(str(folder)).base()["uri"] == uri.format(tmp_path)
 
 
-def test_base_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
+def test_base_that_is_not_here_has_to_be_named(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "mails", base_model_name_or_path="./gone")
 
     with pytest.raises(UsageError, match=r"its base './gone' is not here; name it with --base"):

@@ -1327,7 +1327,7 @@ def test_adapter_must_not_have_the_name_of_the_job():
 
 
 @pytest.mark.parametrize("optimization", ["auto", "bf16"])
-def test_gate_of_an_endpoint_is_judged_with_the_optimization_of_its_servers(optimization: str):
+def test_gate_is_judged_with_the_optimization_of_the_servers(optimization: str):
     endpoint = {"optimization": optimization, "tolerance": 0.99}
     gated = {"evaluation": {"gate": {"metric": "accuracy", "minimum": 0.8}}}
     judged = planned({**gated, "endpoint": endpoint})

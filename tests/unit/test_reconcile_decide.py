@@ -131,11 +131,11 @@ def test_job_runs_its_stages_and_records_events():
     assert list(world.children) == ["reviews-prepare-1", "reviews-train-1", "reviews-evaluate-1", "reviews-predict-1"]
 
 
-@pytest.mark.parametrize(("told", "kept"), [("bf16", "bf16"), (None, None), ("x" * 5000, None)])
-def test_optimization_of_the_gate_is_in_the_status(told: str | None, kept: str | None):
+@pytest.mark.parametrize(("reported", "kept"), [("bf16", "bf16"), (None, None), ("x" * 5000, None)])
+def test_optimization_of_the_gate_is_in_the_status(reported: str | None, kept: str | None):
     world = World()
     world.settle()
-    section = {"accuracy": 0.9} | ({} if told is None else {"optimization": told})
+    section = {"accuracy": 0.9} | ({} if reported is None else {"optimization": reported})
     for evaluates in (False, False, True):
         world.succeed(**({"metrics": {"evaluate": section}} if evaluates else {}))
         world.settle()
