@@ -37,6 +37,8 @@ CONTROLLERS = ("training-operator", "mpi-operator")
 EXAMPLES_GIT_HOST, SCRIPTS_GIT_HOST = GIT_HOSTS = ("git.examples.svc", "git.scripts.svc")
 """Hosts of users' own programs, each a Service of `git_pod`; one per test file, as files run in parallel."""
 FRAGILE = "finetune.dev/fragile"
+FRAGILE_PAIRS = ("training", "inference")
+"""Pairs of fragile nodes: tests that take nodes away at the same time have a pair each."""
 """Label and taint of nodes that tests take away, so that other tests may run meanwhile."""
 
 SETTINGS: Object = {
@@ -66,8 +68,8 @@ class Box:
     """State of the box; None: an external cluster, whose nodes no test takes away."""
     nodes: tuple[str, ...] = ()
     """Nodes for all tests."""
-    fragile: tuple[str, ...] = ()
-    """Two more, for pods with `on_fragile_nodes`; none in an external cluster."""
+    fragile: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Two more of each of FRAGILE_PAIRS, for pods with `on_fragile_nodes`; none in an external cluster."""
     controllers: set[str] = field(default_factory=set)
     """Controllers installed by `install_controller`."""
 
@@ -299,26 +301,28 @@ def held_box() -> Box | None:
 def _box_in(folder: Path) -> Box:
     place = folder / "control-plane"
     cluster = Cluster(str(assets_folder() / "kubectl"), place / "admin.kubeconfig", place)
-    nodes, fragile = (
-        tuple(sorted(cluster.must("get", "nodes", "-l", chosen, "-o", "jsonpath={.items[*].metadata.name}").split()))
-        for chosen in (f"!{FRAGILE}", FRAGILE)
-    )
-    return Box(cluster, Api(cluster.access), folder, nodes, fragile)
+
+    def chosen(by: str) -> tuple[str, ...]:
+        names = cluster.must("get", "nodes", "-l", by, "-o", "jsonpath={.items[*].metadata.name}")
+        return tuple(sorted(names.split()))
+
+    fragile = {pair: chosen(f"{FRAGILE}={pair}") for pair in FRAGILE_PAIRS}
+    return Box(cluster, Api(cluster.access), folder, chosen(f"!{FRAGILE}"), fragile)
 
 
-def on_fragile_nodes(box: Box) -> Object:
-    """Return a `spec.template` for the nodes that may be taken away; for any nodes if there are none."""
+def on_fragile_nodes(box: Box, pair: str) -> Object:
+    """Return a `spec.template` for a pair of nodes that may be taken away; for any nodes if there are none."""
     if not box.fragile:
         return {}
-    tolerated = {"key": FRAGILE, "operator": "Exists", "effect": "NoSchedule"}
-    return {"nodeSelector": {FRAGILE: "true"}, "tolerations": [tolerated]}
+    tolerated = {"key": FRAGILE, "operator": "Equal", "value": pair, "effect": "NoSchedule"}
+    return {"nodeSelector": {FRAGILE: pair}, "tolerations": [tolerated]}
 
 
 @contextmanager
 def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[str] = ()) -> Iterator[Box]:
     """Yield the cluster of FINETUNE_TEST_KUBECONFIG, or a box without training operators; skip if there is neither.
 
-    A box has `nodes` for all tests and two fragile ones. `options` go to process-kubelet.
+    A box has `nodes` for all tests, and pairs of fragile ones. `options` go to process-kubelet.
     """
     if given := os.environ.get("FINETUNE_TEST_KUBECONFIG"):
         kubectl = shutil.which("kubectl") or str(assets_folder() / "kubectl")
@@ -347,7 +351,7 @@ def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[s
         "up",
         str(folder),
         "--nodes",
-        str(nodes + 2),
+        str(nodes + 2 * len(FRAGILE_PAIRS)),
         "--gpus",
         str(gpus),
         "--with",
@@ -362,9 +366,10 @@ def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[s
             started = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=patient(300))
         assert started.returncode == 0, (folder / "up.log").read_text()
         box = _box_in(folder)
-        for node in box.nodes[nodes:]:
-            box.kubectl("label", "node", node, f"{FRAGILE}=true")
-            box.kubectl("taint", "node", node, f"{FRAGILE}=true:NoSchedule")
+        for place, node in enumerate(box.nodes[nodes:]):
+            pair = FRAGILE_PAIRS[place // 2]
+            box.kubectl("label", "node", node, f"{FRAGILE}={pair}")
+            box.kubectl("taint", "node", node, f"{FRAGILE}={pair}:NoSchedule")
         yield _box_in(folder)
 
 

@@ -94,7 +94,7 @@ class Training:
         training = {"maxSteps": STEPS, "globalBatchSize": 16, "learningRate": 0.002, "precision": "fp32"}
         name = team.new_name(stem)
         base: Object = {"training": training, "checkpoints": {"every": {"steps": EVERY}}}
-        template = {**puppet(team, step_seconds), **(on_fragile_nodes(team.box) if fragile else {})}
+        template = {**puppet(team, step_seconds), **(on_fragile_nodes(team.box, "training") if fragile else {})}
         team.apply(name, tiny_spec(**{**base, "template": template, **spec}))
         return cls(team, name)
 

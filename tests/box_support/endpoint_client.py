@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Event, Lock, Thread
 from typing import Any
@@ -115,4 +115,24 @@ class Client:
                 yield answers
             finally:
                 over.set()
+                thread.join()
+
+    @contextmanager
+    def waves_of_rows(self, texts: Sequence[str], clients: int) -> Iterator[None]:
+        """Have so many clients send all texts in one request after the other while the block runs, answered or not."""
+        over = Event()
+
+        def send() -> None:
+            while not over.is_set():
+                with suppress(OSError):
+                    self.post("/", {"inputs": list(texts)})
+
+        threads = [Thread(target=send, name=f"rows {number}") for number in range(clients)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            for thread in threads:
                 thread.join()

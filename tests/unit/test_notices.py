@@ -39,6 +39,33 @@ def test_generative_model_gets_no_notice(name: str) -> None:
     assert notices_of(f"hf://{name}", task="summarization") == ""
 
 
+def trained(evaluation: dict[str, Any] | None, template: dict[str, Any] | None = None, **training: Any) -> str:
+    spec = {"training": training, "template": template or {}, "evaluation": evaluation}
+    return "\n".join(notices(job({name: value for name, value in spec.items() if value is not None}).spec))
+
+
+@pytest.mark.parametrize("evaluation", [{"metrics": ["f1"]}, {"gate": {"metric": "f1", "minimum": 0.5}}])
+def test_stopping_by_the_loss_beside_another_metric_gets_a_notice(evaluation: dict[str, Any]) -> None:
+    found = trained(evaluation, earlyStopping={"patience": 2})
+    assert found.startswith("spec.training.earlyStopping has no metric, so training stops by the loss; to stop by f1")
+    assert trained(evaluation, earlyStopping={"patience": 2, "metric": "loss"}) == ""
+
+
+def test_stopping_by_the_only_named_metric_gets_no_notice() -> None:
+    assert trained({}, earlyStopping={"patience": 2}) == ""
+    assert trained({"metrics": "auto"}, earlyStopping={"patience": 2}) == ""
+    assert trained({"metrics": ["loss", "f1"]}, earlyStopping={"patience": 2}) == ""
+
+
+@pytest.mark.parametrize("trackers", ["wandb", ["tensorboard", "wandb"]])
+def test_tracker_that_writes_offline_gets_a_notice(trackers: str | list[str]) -> None:
+    arguments = {"report_to": trackers}
+    assert "wandb writes offline, to project finetune" in trained({}, arguments=arguments)
+    online = {"env": [{"name": "WANDB_MODE", "value": "online"}]}
+    assert trained({}, online, arguments=arguments) == ""
+    assert trained({}, arguments={"report_to": "tensorboard"}) == ""
+
+
 UNUSUAL: dict[str, tuple[dict[str, Any], str]] = {
     "many epochs": ({"training": {"epochs": 1000}}, "spec.training.epochs: 1,000 epochs are unusually many"),
     "a large batch": ({"training": {"globalBatchSize": 5000}}, "spec.training.globalBatchSize: 5,000 rows per step"),

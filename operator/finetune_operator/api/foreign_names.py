@@ -663,7 +663,10 @@ NAMES: tuple[ForeignName, ...] = (
         ("mode", "direction"), HF, None, "leave it out: the metric determines it",
         under=("earlyStopping", "early_stopping"),
     ),
-    ForeignName(("early_stopping_patience",), f"{HF}, {AXOLOTL}", "spec.training.earlyStopping.patience"),
+    ForeignName(
+        ("early_stopping_patience",), f"{HF}, {AXOLOTL}", "spec.training.earlyStopping.patience",
+        "by the loss, unless spec.training.earlyStopping.metric names another metric",
+    ),
     ForeignName(("metric_for_best_model",), EVERYBODY, "spec.training.earlyStopping.metric"),
     ForeignName(
         ("greater_is_better",), EVERYBODY, None, "leave it out: the metric determines it"

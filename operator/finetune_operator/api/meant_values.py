@@ -153,6 +153,9 @@ def form_hint(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | 
     return _choice_hint(shape, path, value, shown)
 
 
+_PROGRAM = re.compile(r"\.(py|sh)$")
+
+
 def in_other_form(shape: Shape, path: str, value: JsonValue) -> str | None:
     """Return the hint for GPUs, a gate, splits and labels in a common other form; None: it is none of them."""
     above, _, leaf = path.rpartition(".")
@@ -173,6 +176,10 @@ def in_other_form(shape: Shape, path: str, value: JsonValue) -> str | None:
             return f"write {json.dumps([name for name, each in value.items() if each])}"
         case "nodeSelector", Map(), str() if labels := re.fullmatch(r"([\w./-]+)\s*[=:]\s*([\w.-]+)", value):
             return f"write {json.dumps({labels[1]: labels[2]})}"
+        case "entryPoint", Text(), list() if (
+            len(programs := [one for one in value if str(one).endswith((".py", ".sh"))]) == 1
+        ):
+            return f"write {programs[0]}"
         case "hyperparameters", Map(), list() if (flags := _flags(value)) is not None:
             return f"write {json.dumps(flags, ensure_ascii=False)}"
         case _, Fields(fields), str() if (named := _joined_fields(fields, value)) is not None:

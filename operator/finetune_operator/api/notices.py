@@ -69,7 +69,8 @@ def notices(spec: FineTuneJobSpec) -> tuple[str, ...]:
     settled = settle(spec)
     more = len(settled.notes) - MOST_NOTICES
     rest = (f"{more} more settings are ignored or mapped to fields",) if more > 0 else ()
-    return (*settled.notes[:MOST_NOTICES], *rest, *_unusual(settled.spec), *_of_servers(settled.spec))
+    found = (_unusual, _of_servers, _of_stopping, _of_trackers)
+    return (*settled.notes[:MOST_NOTICES], *rest, *(each for kind in found for each in kind(settled.spec)))
 
 
 def null_evaluation(document: JsonValue) -> Iterator[str]:
@@ -104,6 +105,33 @@ def _of_servers(spec: FineTuneJobSpec) -> Iterator[str]:
                     f"spec.resources.{name} has no effect on servers, and this job only serves: "
                     f"spec.endpoint.resources.{name} is that of a server"
                 )
+
+
+def _of_stopping(spec: FineTuneJobSpec) -> Iterator[str]:
+    """Yield the notice about early stopping by the loss in a job that names the metric of its evaluation."""
+    stopping = None if spec.training is None else spec.training.early_stopping
+    if stopping is None or spec.evaluation is None or "metric" in stopping.model_fields_set:
+        return
+    gate, metrics = spec.evaluation.gate, spec.evaluation.metrics
+    named = [*([] if gate is None else [gate.metric]), *(() if metrics == "auto" else metrics)]
+    if named and "loss" not in named:
+        yield (
+            f"spec.training.earlyStopping has no metric, so training stops by the loss; to stop by {named[0]}, set its "
+            f"metric to {named[0]}"
+        )
+
+
+def _of_trackers(spec: FineTuneJobSpec) -> Iterator[str]:
+    """Yield the notice about a tracker that sends nothing unless variables are set."""
+    named = None if spec.training is None else spec.training.arguments.get("report_to")
+    if "wandb" not in (named if isinstance(named, list) else [named]):
+        return
+    if not any(variable.get("name") == "WANDB_MODE" for variable in spec.template.env):
+        yield (
+            "spec.training.arguments.report_to: wandb writes offline, to project finetune; to send runs, set "
+            "WANDB_MODE to online, WANDB_API_KEY and WANDB_PROJECT in spec.template.env, or in your shell for "
+            "`finetune run`"
+        )
 
 
 def _unusual(spec: FineTuneJobSpec) -> Iterator[str]:

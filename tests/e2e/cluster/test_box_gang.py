@@ -30,8 +30,8 @@ def impatient(box: Box, tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def closed_node(box: Box) -> Iterator[str]:
-    """One of the two fragile nodes, which takes no pods."""
-    name = box.fragile[0]
+    """One of two fragile nodes, which takes no pods."""
+    name = box.fragile["training"][0]
     box.kubectl("cordon", name)
     yield name
     box.kubectl("uncordon", name)
@@ -51,8 +51,13 @@ def test_half_placed_gang_is_reported_and_releases_its_node(
     box: Box, team: Team, impatient: None, closed_node: str
 ) -> None:
     name = team.new_name("gang")
-    resources = {"nodes": 2, "processesPerNode": 1, "cpu": more_than_half_of(box, box.fragile[1]), "memory": "2Gi"}
-    team.apply(name, tiny_spec(resources=resources, template=on_fragile_nodes(box)))
+    resources = {
+        "nodes": 2,
+        "processesPerNode": 1,
+        "cpu": more_than_half_of(box, box.fragile["training"][1]),
+        "memory": "2Gi",
+    }
+    team.apply(name, tiny_spec(resources=resources, template=on_fragile_nodes(box, "training")))
     message = team.wait(
         name,
         lambda status: running(status).get("message") if running(status).get("reason") == "GangIncomplete" else None,

@@ -149,7 +149,7 @@ def test_pods_predict_the_bytes_of_an_undisturbed_job_after_many_faults(box: Box
     shards = write_rows(box.claim_folder(team.namespace, INPUTS))
     calm, name = team.new_name("calm"), team.new_name("struck")
     team.apply(calm, spec_of(1, {}))
-    team.apply(name, spec_of(WORKERS, {**on_fragile_nodes(box), **steered_template(team, SHARD_SECONDS)}))
+    team.apply(name, spec_of(WORKERS, {**on_fragile_nodes(box, "inference"), **steered_template(team, SHARD_SECONDS)}))
     claims = Claims(team, name)
     with claims.watched():
         killed = kill_at_random(team, name, claims, shards)
