@@ -14,6 +14,7 @@ from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.evaluate import evaluate
+from finetune_trainer.inference.optimization.served_rung import rung_to_serve
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.serving.request_rows import Form
 from finetune_trainer.serving.serving_engine import ServingEngine
@@ -143,3 +144,14 @@ def test_unavailable_optimization_is_reported_with_the_endpoint_s_field(model: P
     with pytest.raises(StageError, match=r"endpoint.optimization fp8 is not available here") as error:
         evaluate(job, paths, NoProgress())
     assert "predict." not in error.value.message + error.value.hint
+
+
+def test_server_of_a_family_computes_with_the_judged_member(model: Path, tmp_path: Path) -> None:
+    paths = JobPaths(tmp_path / "job")
+    paths.root.mkdir()
+    paths.metrics.write_text(json.dumps({"evaluate": {"loss": 0.5, "optimization": "onnx-int8"}}))
+    job = job_of(model, tmp_path, metric="loss", maximum=1.0)
+
+    assert [rung_to_serve(job, paths, name) for name in ("int8", "onnx-int8", "measured")] == ["onnx-int8"] * 3
+    with pytest.raises(StageError, match="was judged with onnx-int8"):
+        rung_to_serve(job, paths, "openvino-int8")

@@ -24,6 +24,7 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.inference.answering import Answerer, RequestedColumns, coding_of
 from finetune_trainer.inference.optimization.rung_in_use import RungInUse
 from finetune_trainer.inference.optimization.rung_protocol import ForwardPass
+from finetune_trainer.inference.optimization.rungs import FAMILIES
 from finetune_trainer.inference.runner import Means, weights_version
 from finetune_trainer.tasks.task_protocol import Labels
 from finetune_trainer.tasks.task_registry import task_of
@@ -118,7 +119,7 @@ def rung_to_serve(job: TrainerJob, paths: JobPaths, requested: str) -> str | Non
             f"{paths.metrics} has no evaluation, and evaluation.gate is set.",
             "Run the stage evaluate first, or leave evaluation.gate out.",
         ) from error
-    if requested not in ("measured", judged):
+    if requested != "measured" and judged not in FAMILIES.get(requested, (requested,)):
         raise StageError(
             FailureClass.CONFIG,
             "GateJudgedOtherwise",
