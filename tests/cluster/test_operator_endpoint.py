@@ -175,7 +175,7 @@ def model_server() -> Iterator[ModelServer]:
         def do_GET(self) -> None:
             assert self.path == METRICS_PATH
             for _ in range(10):
-                found.metrics.requests.labels("/", found.code).inc()
+                found.metrics.requests.labels("/", found.code, "m").inc()
                 found.metrics.seconds.labels("/").observe(0.01)
             body = found.metrics.text()
             self.send_response(200)

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from finetune_contract.layout import FailureClass
-from finetune_contract.trainer_job import Adapter, CheckpointSchedule, EarlyStopping
+from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.trainer_job import Adapter, CheckpointSchedule, EarlyStopping, TrainerJob
 from finetune_trainer.failures import StageError
+from finetune_trainer.serving.request_rows import Form
+from finetune_trainer.serving.serving_engine import ServingEngine
 from trainer_support.no_checkpoints import NoCheckpoints
 from trainer_support.tasks import largest_difference
 
@@ -356,11 +358,41 @@ def test_the_merged_model_answers_as_the_base_with_the_adapter_does(method: str,
     assert sorted(file.name for file in run.paths.adapter.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
+        "finetune.json",
     ]
     card = (run.paths.model / "README.md").read_text()
     assert f"{ {'lora': 'LoRA', 'qlora': 'QLoRA', 'dora': 'DoRA'}[method] } adapter merged in" in card
     assert ("rounded to 4 bits" in card) == (method == "qlora")
     assert f"| Adapter | {method}, rank 4, alpha 16, dropout 0, on all linear layers of the blocks |" in card
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_served_adapter_answers_as_the_merged_model(method: str, alone, tmp_path: Path):
+    run = alone(method)
+    whole = {"name": "job", "task": run.job.task, "model": {"uri": f"file://{run.paths.model}"}}
+    merged = ServingEngine.load(TrainerJob.model_validate(whole), JobPaths(tmp_path / "merged"))
+    serving = {"adapters": [{"name": "tuned", "uri": f"file://{run.paths.adapter}"}]}
+    serving |= {"model_name": "tiny", "device": "cpu", "max_batch_tokens": 512}
+    body = {"name": "job", "task": run.job.task, "model": run.job.model.model_dump(), "serving": serving}
+    job = TrainerJob.model_validate(body)
+    if method == "qlora":
+        with pytest.raises(StageError, match="rounded to 4 bits") as error:
+            ServingEngine.load(job, JobPaths(tmp_path / "job"))
+        assert error.value.reason == "AdapterRefused"
+        return
+
+    beside = ServingEngine.load(job, JobPaths(tmp_path / "job"))
+
+    assert beside.names == ("tuned",)  # the base has no head
+    rows = [{"text": "lovely phone"}, {"text": "the screen is bad and slow"}]
+    found, wanted = (
+        engine.answer(form, engine.encode(form, rows))
+        for engine in (beside, merged)
+        for form in [Form(("text",), engine.generation)]
+    )
+    assert [row["label"] for row in found] == [row["label"] for row in wanted]
+    assert [row["scores"] for row in found] == [pytest.approx(row["scores"], abs=1e-5) for row in wanted]
+    assert beside.answerer.labels == merged.answerer.labels
 
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}

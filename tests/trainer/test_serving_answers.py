@@ -155,7 +155,7 @@ def test_metadata_names_task_and_labels(bench: Bench) -> None:
     properties = bench.server.request("/v2/models/tiny").json
 
     assert properties["properties"]["task"] == bench.server.state.engine.job.task
-    assert properties["properties"]["labels"] == list(bench.server.state.engine.labels)
+    assert properties["properties"]["labels"] == list(bench.server.state.engine.answerer.labels.names)
     assert bench.server.request("/v2/models/other").code == 404
     assert bench.server.request("/v2/models/tiny/ready").json == {"name": "tiny", "ready": True}
 

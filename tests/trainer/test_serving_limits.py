@@ -253,7 +253,7 @@ def test_request_that_times_out_gets_504_and_leaves_the_queue(server: Served) ->
         hold.set()
         engine.answer = answer  # type: ignore[method-assign]
     wait_until(lambda: server.state.batcher.queued == 0, "the queue is empty")
-    assert b'code="499",path="/"} 1.0' in server.request("/metrics").content
+    assert b'code="499",model="tiny",path="/"} 1.0' in server.request("/metrics").content
 
 
 def test_token_is_required_except_for_probes(model: Path, tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ def test_every_listed_path_exists_once() -> None:
 def test_rows_in_supported_blocks_only_exclude_schemes_or_a_field() -> None:
     inside = [row.path for row in ROWS if any(within(row.path, block) for block in SUPPORTED)]
     assert inside == [
-        "dataset.uri", "storage.workspace", "storage.cache", "predict.dataset.uri", "runPolicy.queue",
+        "dataset.uri", "storage.workspace", "storage.cache", "predict.dataset.uri", "endpoint.adapters.uri",
+            "runPolicy.queue",
     ]  # fmt: skip
 
 

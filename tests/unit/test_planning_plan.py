@@ -15,6 +15,7 @@ from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
 from finetune_contract.trainer_job import Batch, CheckpointSchedule, Columns, Strategy, World
 from finetune_operator.api.problems import Problem
+from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.rules import RULES
 from finetune_operator.api.rules.parallelism import HPZ
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Price, Settings
@@ -1310,3 +1311,59 @@ def test_every_job_gets_a_whole_plan_or_problems_with_paths(spec, facts):
         assert batch.gradient_accumulation % strategy.pipeline.micro_batches == 0
         assert parallelism.pipeline.micro_batches in ("auto", strategy.pipeline.micro_batches)
     assert Stage.TRAIN in result.stages
+
+
+def test_adapters_of_an_endpoint_reach_the_servers_and_take_memory():
+    only = {"training": None, "dataset": None}
+    adapters = [{"name": f"a{at}", "uri": f"pvc://tuned/a{at}"} for at in range(32)]
+    alone, several = (
+        planned({**only, "endpoint": endpoint}, model=ROBERTA_LARGE) for endpoint in ({}, {"adapters": adapters})
+    )
+
+    assert several.trainer.serving is not None
+    assert [adapter.name for adapter in several.trainer.serving.adapters] == [f"a{at}" for at in range(32)]
+    memory = [
+        0 if each.servers is None else parse_quantity(each.servers.requests["memory"]) for each in (alone, several)
+    ]
+    assert 0.5e9 < memory[1] - memory[0] < 1.5e9
+    assert any("32 adapters beside it: a0, a1" in reason for reason in several.reasons)
+
+
+def test_adapter_must_not_have_the_name_of_the_job():
+    named = {"adapters": [{"name": "job", "uri": "pvc://tuned/a"}]}
+
+    [(path, _, rule, hint)] = refused({"training": None, "dataset": None, "endpoint": named})
+
+    assert (path, hint) == ("spec.endpoint.adapters[0].name", "give the adapter another name")
+    assert rule == "is the name of the job, by which requests choose the model itself"
+
+
+@pytest.mark.parametrize("optimization", ["auto", "bf16"])
+def test_gate_is_judged_with_the_optimization_of_the_servers(optimization: str):
+    endpoint = {"optimization": optimization, "tolerance": 0.99}
+    gated = {"evaluation": {"gate": {"metric": "accuracy", "minimum": 0.8}}}
+    judged = planned({**gated, "endpoint": endpoint})
+
+    assert judged.trainer.evaluation is not None
+    assert judged.trainer.serving is not None
+    assert judged.trainer.evaluation.optimization == judged.trainer.serving.optimization
+    assert judged.trainer.evaluation.optimization == ("measured" if optimization == "auto" else "bf16")
+    assert judged.trainer.evaluation.tolerance == 0.99
+    assert any(reason.startswith("the gate is judged with the optimization") for reason in judged.reasons)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"evaluation": {}, "endpoint": {"optimization": "bf16"}}, id="no gate"),
+        pytest.param({"endpoint": None}, id="no endpoint"),
+        pytest.param({"endpoint": {}}, id="servers compute the model as it is"),
+    ],
+)
+def test_evaluation_computes_the_model_as_it_is_without_such_a_gate(changes: dict[str, Any]):
+    gated = {"evaluation": {"gate": {"metric": "accuracy", "minimum": 0.8}}}
+    plain = planned({**gated, **changes}).trainer
+
+    assert plain.evaluation is not None
+    assert (plain.evaluation.optimization, plain.evaluation.tolerance) == ("none", None)
+    assert "optimization" not in plain.evaluation.to_json()

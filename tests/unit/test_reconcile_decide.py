@@ -131,6 +131,20 @@ def test_job_runs_its_stages_and_records_events():
     assert list(world.children) == ["reviews-prepare-1", "reviews-train-1", "reviews-evaluate-1", "reviews-predict-1"]
 
 
+@pytest.mark.parametrize(("reported", "kept"), [("bf16", "bf16"), (None, None), ("x" * 100, None)])
+def test_optimization_of_the_gate_is_in_the_status(reported: str | None, kept: str | None):
+    world = World()
+    world.settle()
+    section = {"accuracy": 0.9} | ({} if reported is None else {"optimization": reported})
+    for evaluates in (False, False, True):
+        world.succeed(**({"metrics": {"evaluate": section}} if evaluates else {}))
+        world.settle()
+
+    artifacts = world.job().status.artifacts
+    assert artifacts is not None
+    assert (artifacts.metrics["accuracy"], artifacts.judged_optimization) == (0.9, kept)
+
+
 def test_kept_checkpoints_are_reported_with_size_and_place():
     world = World()
     world.settle()

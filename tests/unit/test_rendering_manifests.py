@@ -756,6 +756,35 @@ def test_predicting_executors_get_a_gpu_and_memory_by_default() -> None:
         }
 
 
+def test_only_evaluate_reads_the_optimization_of_the_gate():
+    endpoint, gate = {"optimization": "bf16"}, {"metric": "accuracy", "minimum": 0.8}
+    manifests = rendered(spec_with(evaluation={"gate": gate}, endpoint=endpoint))
+
+    def evaluation(name: str) -> Any:
+        return json.loads(of(manifests, "ConfigMap", f"reviews-{name}-1")["data"]["job.json"])["evaluation"]
+
+    assert evaluation("evaluate")["optimization"] == "bf16"
+    assert [evaluation(name).get("optimization") for name in ("prepare", "train", "endpoint")] == [None] * 3
+    assert evaluation("endpoint")["gate"] == evaluation("evaluate")["gate"]
+
+
+def test_servers_mount_the_claims_of_adapters():
+    adapters = [{"name": "mails", "uri": "pvc://tuned/mails/adapter"}, {"name": "other", "uri": "pvc://models/other"}]
+    spec = spec_with(
+        model={"uri": "pvc://models/bert"}, training=None, dataset=None, predict=None, endpoint={"adapters": adapters}
+    )
+    manifests = rendered(spec)
+
+    job = TrainerJob.model_validate_json(of(manifests, "ConfigMap", "reviews-endpoint-1")["data"]["job.json"])
+    assert job.serving is not None
+    assert [(each.name, each.uri) for each in job.serving.adapters] == [
+        ("mails", "file:///claims/tuned/mails/adapter"),
+        ("other", "file:///claims/models/other"),
+    ]
+    pod = of(manifests, "Deployment", "reviews-endpoint-1")["spec"]["template"]
+    assert {"/claims/tuned": "ro:tuned", "/claims/models": "ro:models"}.items() <= mounted(pod).items()
+
+
 @pytest.mark.parametrize(
     ("output", "mounted_at"),
     [

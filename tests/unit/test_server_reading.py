@@ -25,7 +25,7 @@ def metrics(answers: dict[tuple[str, str], int], seconds: float = 0.5) -> Servin
     found = ServingMetrics("reviews", "text-classification", "abc")
     for (path, code), count in answers.items():
         for _ in range(count):
-            found.requests.labels(path, code).inc()
+            found.requests.labels(path, code, "reviews").inc()
             found.seconds.labels(path).observe(seconds)
     return found
 
@@ -104,7 +104,7 @@ def test_servers_are_read_at_intervals_and_forgotten_after_the_canary() -> None:
             await reader.refresh(job, pods, memory, NOON)
             assert memory.reading is not None
             assert (memory.reading.counts, memory.reading.failure) == ((), None)
-            found.requests.labels("/", "500").inc()
+            found.requests.labels("/", "500", "reviews").inc()
             await reader.refresh(job, pods, memory, NOON + timedelta(seconds=9))
             assert memory.reading.at == NOON, "it is not due"
             await reader.refresh(job, pods, memory, NOON + timedelta(seconds=10))

@@ -28,6 +28,7 @@ from torch import nn
 from finetune_contract.choices import Precision
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import Adapter, TrainerJob
+from finetune_trainer.adapter_card import AdapterCard
 from finetune_trainer.failures import StageError, first_of, needed_library
 from finetune_trainer.models import weights_digest
 from finetune_trainer.stored_weights import in_training_type
@@ -41,7 +42,7 @@ _NAME = "default"
 """peft's name for an unnamed adapter."""
 _POOLER = "pooler"
 _SHOWN_NAMES = 24
-_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 # -------------------------------------------------------------------------------------------------- modules and layers
@@ -340,8 +341,9 @@ def write_adapter_and_merge(
         name: value.contiguous()
         for name, value in get_peft_model_state_dict(whole, save_embedding_layers=False).items()
     }
-    save_file(weights, folder / _ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config.inference_mode = True
     config.save_pretrained(str(folder))
+    AdapterCard.of(job.task, model, adapted.base, rounded=bool(adapted.held)).write(folder)
     merged: PreTrainedModel = whole.merge_and_unload()
     return merged

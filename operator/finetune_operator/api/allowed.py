@@ -96,6 +96,8 @@ def named_uris(spec: FineTuneJobSpec) -> Iterator[tuple[str, str]]:
         "spec.predict.dataset.uri": predict.dataset.uri if predict and predict.dataset else None,
         "spec.predict.output": predict.output if predict else None,
     }
+    for at, adapter in enumerate(() if spec.endpoint is None else spec.endpoint.adapters):
+        uris[f"spec.endpoint.adapters[{at}].uri"] = adapter.uri
     return ((path, uri) for path, uri in uris.items() if uri is not None)
 
 

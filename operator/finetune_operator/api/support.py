@@ -7,7 +7,8 @@ new field cannot be accepted and ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -132,12 +133,18 @@ ROWS: tuple[Row, ...] = (
     Row("checkpoints.uri"),
     Row("predict.dataset.uri", schemes=("hf", "file", "pkg", "pvc")),
     Row("predict.output", schemes=("file", "pvc")),
+    Row("endpoint.adapters.uri", schemes=("file", "pvc")),
     Row("runPolicy.queue"),
 )
 
 
+_POSITION = re.compile(r"\[\d+\]|\.\d+(?=\.|$)")
+"""A position in a list, as messages and as paths have it."""
+
+
 def row_of(path: str) -> Row | None:
-    """Return the row of a field, or of the block that contains it."""
+    """Return the row of a field, or of the block that contains it; positions in lists do not matter."""
+    path = _POSITION.sub("", path)
     return next((row for row in ROWS if path == row.path or path.startswith(f"{row.path}.")), None)
 
 
@@ -165,9 +172,9 @@ def unsupported(spec: FineTuneJobSpec, schemes: Sequence[str] | None = None) -> 
     value = spec.model_dump(mode="json", by_alias=True, exclude_none=True)
     problems: list[Problem] = []
     for row in ROWS:
-        given = _get(value, row.path.split("."))
-        if not _is_supported(row, given):
-            problems.extend(_problems(row, row.path, given, schemes))
+        for path, given in _values(value, row.path.split(".")):
+            if not _is_supported(row, given):
+                problems.extend(_problems(row, path, given, schemes))
     return problems
 
 
@@ -177,15 +184,21 @@ def _is_supported(row: Row, value: JsonValue) -> bool:
     return value is None or value in row.values or scheme in row.schemes
 
 
-def _get(value: JsonValue, parts: list[str]) -> JsonValue:
-    for part in parts:
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
+def _values(value: JsonValue, parts: list[str], before: str = "") -> Iterator[tuple[str, JsonValue]]:
+    """Yield path and value of the field; for a field of a list's elements, of each of them."""
+    if isinstance(value, list) and parts:
+        for at, each in enumerate(value):
+            yield from _values(each, parts, f"{before}[{at}]")
+    elif not parts:
+        yield before, value
+    else:
+        inner = value.get(parts[0]) if isinstance(value, Mapping) else None
+        yield from _values(inner, parts[1:], f"{before}.{parts[0]}" if before else parts[0])
 
 
 def _problems(row: Row, path: str, value: JsonValue, schemes: Sequence[str] | None) -> list[Problem]:
     """Refuse a block that is there by default field by field, an optional one as a whole."""
-    shape = find(spec_shape(), path.split("."))
+    shape = find(spec_shape(), _POSITION.sub(".0", path).split("."))
     if shape is None:
         raise LookupError(f"the API has no field spec.{path}")
     if isinstance(shape.body, Fields) and isinstance(value, Mapping) and shape.default is not None:

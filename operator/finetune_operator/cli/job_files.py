@@ -184,6 +184,11 @@ def _with_absolute_uris(job: FineTuneJob, folder: Path) -> FineTuneJob:
             is_folder = spec.predict.output.endswith("/") and not place.endswith("/")
             predict["output"] = f"{place}/" if is_folder else place
         update["predict"] = spec.predict.model_copy(update=predict)
+    if spec.endpoint is not None and spec.endpoint.adapters:
+        adapters = tuple(
+            each.model_copy(update={"uri": absolute_uri(each.uri, folder)}) for each in spec.endpoint.adapters
+        )
+        update["endpoint"] = spec.endpoint.model_copy(update={"adapters": adapters})
     return job.model_copy(update={"spec": spec.model_copy(update=update)})
 
 

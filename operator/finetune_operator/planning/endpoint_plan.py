@@ -7,9 +7,10 @@ model that needs several devices.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from finetune_contract.choices import RUNG_TASKS, Optimization, Stage
-from finetune_contract.trainer_job import Serving
+from finetune_contract.trainer_job import ServedAdapter, Serving
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.types import EndpointSpec
 from finetune_operator.launchers.kserve_kind import KSERVE_KIND
@@ -23,6 +24,10 @@ from finetune_operator.planning.plan_types import Servers
 
 USUAL_CORES = 2
 """CPU request of one server: more servers answer more requests than larger servers do."""
+ADAPTER_PART = 50
+"""Weights of the model for each weight of an adapter, at least: rank 16 on all linear layers of Llama 8B is 1 in
+190; small models have larger parts.
+"""
 MEMORY_CEILING = 2
 """Ratio of a server's memory limit to its request, where KServe would set a limit regardless of the model."""
 DRAIN_SECONDS = 30
@@ -35,6 +40,7 @@ def choose_servers(draft: Draft) -> Draft:
     if endpoint is None or Stage.SERVE not in draft.stages:
         return draft
     draft = _choose_optimization(draft, endpoint)
+    draft = _checked_adapters(draft, endpoint)
     draft, runtime, why = choose_runtime(draft, endpoint)
     requests, limits, threads = _takes(draft, endpoint)
     cost = _cost_per_hour(draft, endpoint.replicas)
@@ -80,7 +86,40 @@ def _choose_optimization(draft: Draft, endpoint: EndpointSpec) -> Draft:
     if asked == "auto" and not (on_cpu and draft.spec.task in RUNG_TASKS):
         why = "the job serves on a GPU" if not on_cpu else f"only {', '.join(RUNG_TASKS)} can be computed otherwise"
         return draft.because(f"servers compute the model as it is: {why} (spec.endpoint.optimization is auto)")
-    return draft.with_inference(serve_optimization=chosen)
+    draft = draft.with_inference(serve_optimization=chosen)
+    if not judged_optimization(draft):
+        return draft
+    how = "the optimization that the evaluation chooses" if asked == "auto" else f"the optimization {asked}"
+    return draft.because(f"the gate is judged with {how}, as servers compute (spec.endpoint.optimization is {asked})")
+
+
+def judged_optimization(draft: Draft) -> dict[str, Any]:
+    """Return the optimization fields of the evaluation: those of the servers if a gate decides on them, else none."""
+    endpoint, evaluation, chosen = draft.spec.endpoint, draft.spec.evaluation, draft.inference.serve_optimization
+    if endpoint is None or chosen == "none" or evaluation is None or evaluation.gate is None:
+        return {}
+    if not {Stage.EVALUATE, Stage.SERVE} <= set(draft.stages):
+        return {}
+    return {"optimization": chosen, "tolerance": endpoint.tolerance}
+
+
+def _checked_adapters(draft: Draft, endpoint: EndpointSpec) -> Draft:
+    """Refuse an adapter with the name of the model, which is the job's."""
+    names = [adapter.name for adapter in endpoint.adapters]
+    if draft.job.name in names:
+        at = names.index(draft.job.name)
+        return draft.refusing(
+            ("endpoint", "adapters", at, "name"),
+            draft.job.name,
+            "is the name of the job, by which requests choose the model itself",
+            "give the adapter another name",
+        )
+    if not names:
+        return draft
+    return draft.because(
+        f"each server holds the model once, and {len(names)} adapter{'s' * (len(names) > 1)} beside it: "
+        f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+    )
 
 
 def _takes(draft: Draft, endpoint: EndpointSpec) -> tuple[dict[str, str], dict[str, str], int]:
@@ -91,7 +130,8 @@ def _takes(draft: Draft, endpoint: EndpointSpec) -> tuple[dict[str, str], dict[s
     cores = min(USUAL_CORES, draft.hardware.cpu_cores)
     if asked.cpu is not None:
         cores = max(1, math.ceil(parse_quantity(asked.cpu)))
-    usual = {"cpu": str(cores), "memory": memory_request(inference_bytes(draft.model.parameters))}
+    adapters = len(endpoint.adapters) * (4 * draft.model.parameters // ADAPTER_PART)
+    usual = {"cpu": str(cores), "memory": memory_request(inference_bytes(draft.model.parameters) + adapters)}
     if draft.inference_device == "cuda":
         limits[gpu_resource(draft.spec, draft.settings.defaults)] = "1"
     return {name: text for name, text in usual.items() if name not in limits}, limits, cores
@@ -125,6 +165,7 @@ def serving_order(draft: Draft) -> Serving | None:
         return None
     return Serving(
         model_name=draft.job.name,
+        adapters=tuple(ServedAdapter(name=adapter.name, uri=adapter.uri) for adapter in endpoint.adapters),
         device=draft.inference_device,
         precision=draft.inference.precision,
         optimization=draft.inference.serve_optimization,

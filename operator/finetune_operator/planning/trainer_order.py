@@ -20,7 +20,7 @@ from finetune_contract.trainer_job import (
 )
 from finetune_operator.api.types import DatasetSpec, FineTuneJobSpec
 from finetune_operator.planning.draft import Draft, decided
-from finetune_operator.planning.endpoint_plan import serving_order
+from finetune_operator.planning.endpoint_plan import judged_optimization, serving_order
 from finetune_operator.planning.inference import (
     inference_tokens,
 )
@@ -114,6 +114,7 @@ def _evaluation(draft: Draft) -> Evaluation | None:
         device=draft.inference_device,
         batch_tokens=inference_tokens(draft),
         precision=draft.inference.precision,
+        **judged_optimization(draft),
     )
 
 

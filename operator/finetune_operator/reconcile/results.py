@@ -6,10 +6,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from typing import get_args
 
 from pydantic import JsonValue
 
-from finetune_contract.choices import Stage
+from finetune_contract.choices import RungName, Stage
 from finetune_contract.report import Communication, TrainerReport
 from finetune_operator.api.settings import Price, Settings
 from finetune_operator.api.status_times import seconds_since
@@ -111,11 +112,20 @@ def artifacts(
     if report.model_revision is not None:
         changes["model_revision"] = report.model_revision
     before = status.artifacts or ArtifactsStatus()
+    if stage is Stage.EVALUATE:
+        changes["judged_optimization"] = _judged_optimization(report)
     if stage in (Stage.TRAIN, Stage.EVALUATE):
         changes["metrics"] = {**before.metrics, **metrics_of(report)}
     if stage is Stage.PREDICT and (bad := _numbers(report.metrics).get("bad_rows")):
         changes["metrics"] = {**before.metrics, BAD_ROWS: bad}
     return before.model_copy(update=changes)
+
+
+def _judged_optimization(report: TrainerReport) -> str | None:
+    """Return the rung of an evaluation; None if the model was evaluated as it is."""
+    section = report.metrics.get(Stage.EVALUATE.value)
+    found = section.get("optimization") if isinstance(section, dict) else None
+    return found if isinstance(found, str) and found in get_args(RungName) else None
 
 
 def _predictions(spec: FineTuneJobSpec, folder: str) -> str:

@@ -121,6 +121,9 @@ def _read_by(spec: FineTuneJobSpec, stage: Stage) -> Iterator[tuple[str, str]]:
     then. Rows to predict are checked by prepare and read by predict.
     """
     yield "spec.model.uri", spec.model.uri
+    if spec.endpoint is not None and stage is Stage.SERVE:
+        for at, adapter in enumerate(spec.endpoint.adapters):
+            yield f"spec.endpoint.adapters[{at}].uri", adapter.uri
     prepares = stage is Stage.PREPARE or spec.script is not None
     if spec.dataset is not None and prepares:
         yield "spec.dataset.uri", spec.dataset.uri
@@ -140,8 +143,14 @@ def with_mounted_paths(job: TrainerJob) -> TrainerJob:
         dataset = _mounted_rows(predict.dataset, "spec.predict.dataset.uri")
         predict = predict.model_copy(update={"output": output, "dataset": dataset})
     model = job.model.model_copy(update={"uri": _mounted(job.model.uri, "spec.model.uri")})
-    dataset = _mounted_rows(job.dataset, "spec.dataset.uri")
-    return job.model_copy(update={"model": model, "dataset": dataset, "predict": predict})
+    dataset, serving = _mounted_rows(job.dataset, "spec.dataset.uri"), job.serving
+    if serving is not None and serving.adapters:
+        adapters = tuple(
+            adapter.model_copy(update={"uri": _mounted(adapter.uri, f"spec.endpoint.adapters[{at}].uri")})
+            for at, adapter in enumerate(serving.adapters)
+        )
+        serving = serving.model_copy(update={"adapters": adapters})
+    return job.model_copy(update={"model": model, "dataset": dataset, "predict": predict, "serving": serving})
 
 
 def _mounted_output(uri: str) -> str:

@@ -47,7 +47,10 @@ def stage_files(plan: JobPlan, context: RenderContext, stage: Stage) -> dict[str
     # Other stages get no `serving`, so that an endpoint can change while an attempt runs.
     serving = plan.trainer.serving if stage is Stage.SERVE else None
     device = plan.trainer.device if stage is Stage.TRAIN else None
-    trainer = with_mounted_paths(plan.trainer).model_copy(update={"run": run, "serving": serving, "device": device})
+    trainer = with_mounted_paths(plan.trainer.model_copy(update={"run": run, "serving": serving, "device": device}))
+    if stage is not Stage.EVALUATE and trainer.evaluation is not None:
+        plain = trainer.evaluation.model_copy(update={"optimization": "none", "tolerance": None})
+        trainer = trainer.model_copy(update={"evaluation": plain})
     if stage is Stage.SERVE:
         trainer = _without_processes(trainer)
     texts = files(plan.model_copy(update={"trainer": trainer}))

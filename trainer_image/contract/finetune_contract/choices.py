@@ -91,3 +91,7 @@ class Stage(StrEnum):
     EVALUATE = "evaluate"
     PREDICT = "predict"
     SERVE = "serve"
+
+
+ADAPTER_NAME_PATTERN = r"^[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$"
+"""Names of adapters: they are part of paths of requests."""

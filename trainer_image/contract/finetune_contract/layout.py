@@ -34,6 +34,8 @@ ENV_INDEX = "JOB_COMPLETION_INDEX"
 """Index of a pod of an Indexed Job, set by Kubernetes."""
 ENV_FORWARD = "FINETUNE_FORWARD_ENV"
 """Names of further variables, comma-separated, that mpirun forwards to the ranks in other pods: the user's own."""
+ADAPTER_CARD = "finetune.json"
+"""File in an adapter's folder with the facts that peft does not store."""
 SERVE_PORT = 8080
 METRICS_PATH = "/metrics"
 INFERENCE_PATHS = (
@@ -45,7 +47,7 @@ INFERENCE_PATHS = (
 )
 """Paths of requests to a server's model, as the label `path` of its metrics has them."""
 REQUESTS_METRIC = "finetune_serving_requests"
-"""Counter of a server's answers, with the labels `path` and `code`."""
+"""Counter of a server's answers, with the labels `path`, `code` and `model`."""
 LATENCY_METRIC = "finetune_serving_request_seconds"
 """Histogram of the seconds until a server's answer, with the label `path`."""
 """Port of a server of the model in its pod."""

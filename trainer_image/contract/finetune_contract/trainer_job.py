@@ -11,6 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, JsonValue, model_validator
 
 from finetune_contract.choices import (
+    ADAPTER_NAME_PATTERN,
     ActivationOffload,
     AdapterMethod,
     CheckpointingMode,
@@ -394,6 +395,12 @@ class Evaluation(InferenceProcesses):
     """Padded tokens of one inference batch (longest row x rows)."""
     precision: _InferencePrecision = "fp32"
     """Precision of the weights and their computations; losses, probabilities and metrics are computed in fp32."""
+    optimization: Annotated[Optimization, Field(exclude_if=lambda name: name == "none")] = "none"
+    """Optimization as in a prediction: that of the servers that the gate decides on. Omitted if none, as `tolerance`:
+    images that do not know the fields read such jobs.
+    """
+    tolerance: Annotated[float | None, Field(gt=0.5, le=1, exclude_if=lambda share: share is None)] = None
+    """Tolerance as in a prediction."""
 
 
 class Generation(Order):
@@ -451,11 +458,24 @@ class Prediction(InferenceProcesses):
     """Maximum loss of a metric against the plain model, on labelled rows of the prepared data."""
 
 
+class ServedAdapter(Order):
+    """A LoRA adapter that a server computes beside the weights of its model, without merging them."""
+
+    name: Annotated[str, Field(pattern=ADAPTER_NAME_PATTERN, max_length=63)]
+    """Name of the adapter in requests, in place of a model's."""
+    uri: str
+    """Folder as peft writes it."""
+
+
 class Serving(Order):
     """A server that answers requests with the model."""
 
     model_name: str
     """Name of the model in requests."""
+    adapters: Annotated[tuple[ServedAdapter, ...], Field(exclude_if=lambda adapters: not adapters)] = ()
+    """Adapters of the model. Omitted if there are none: images that do not know the field read such jobs."""
+    serves_model: Annotated[bool, Field(exclude_if=lambda serves: serves)] = True
+    """True if the model also answers by itself, provided that it has the task's head. False: only its adapters do."""
     device: Device
     precision: _InferencePrecision = "fp32"
     """Precision, as in an evaluation."""
@@ -471,6 +491,17 @@ class Serving(Order):
     """Maximum number of waiting rows; further requests are answered with 429."""
     drain_seconds: float = Field(default=30, gt=0)
     """Time after SIGTERM in which accepted requests are still answered."""
+
+    @model_validator(mode="after")
+    def _adapters_can_be_told_apart(self) -> Serving:
+        names = [self.model_name, *(adapter.name for adapter in self.adapters)]
+        if len(set(names)) < len(names):
+            raise ValueError("the names of adapters must differ, and from model_name")
+        if self.adapters and self.optimization != "none":
+            raise ValueError("optimization is none with adapters: rungs convert a model without them")
+        if not self.adapters and not self.serves_model:
+            raise ValueError("serves_model is false only with adapters")
+        return self
 
 
 class TrainerJob(Order):
@@ -512,6 +543,8 @@ class TrainerJob(Order):
                 raise ValueError("devices_per_process is for GPUs: a process on the CPU has one device")
             if settings is not None and settings.processes > 1 and self.script is not None:
                 raise ValueError("processes is 1 with script: the stage prepares rows for the program's model first")
+        if self.evaluation is not None and self.evaluation.optimization != "none" and self.evaluation.processes > 1:
+            raise ValueError("processes is 1 with optimization: each process would measure for itself")
         if self.predict is not None and self.predict.processes > 1 and self.predict.workers > 1:
             raise ValueError("processes is for one pod: with several workers, each has one process")
         return self

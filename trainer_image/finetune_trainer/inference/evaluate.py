@@ -12,13 +12,15 @@ from finetune_contract.trainer_job import Gate, TrainerJob
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
+from finetune_trainer.inference.labelled_rows import labelled_split
+from finetune_trainer.inference.optimization.served_rung import JUDGED_IN, judged_rung
 from finetune_trainer.inference.pod_processes import BatchShare, evaluation_share
 from finetune_trainer.inference.runner import Means, answers_of, model_to_use, reference_model
 from finetune_trainer.metric_names import refuse_unknown_metrics
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.report_parts import not_met
 from finetune_trainer.reporting import merge_metrics, write_confusion, write_model_card, write_samples
-from finetune_trainer.tasks.task_protocol import REFERENCE, Answer, TaskModule, compared
+from finetune_trainer.tasks.task_protocol import REFERENCE, Answer, TaskModule, compared, labels_of
 from finetune_trainer.tasks.task_registry import task_of
 
 _SAMPLES = 20
@@ -41,7 +43,7 @@ def evaluate(
     wanted = _wanted(job, task.metrics[prepared.facts.label_form])
     means = Means.of(job.evaluation)
     share = evaluation_share(world, job.inference(Stage.EVALUATE))
-    answers = _answers(job, paths, prepared, split, share, progress)
+    answers, rung = _answers(job, paths, prepared, split, share, progress)
     share.end()
     if answers is None:
         return {}
@@ -54,6 +56,7 @@ def evaluate(
             "rows": split.rows,
             "split": split.role,
             **means.entry,
+            **({} if rung is None else {JUDGED_IN: rung}),
         },
         "majority": {name: baseline[name] for name in wanted if name in baseline},
     }
@@ -74,9 +77,9 @@ def _answers(
     split: PreparedSplit,
     share: BatchShare,
     progress: ProgressSink,
-) -> list[Answer] | None:
+) -> tuple[list[Answer] | None, str | None]:
     """Return the answers of all processes, with those of the model before training if the task compares them; None if
-    this process does not lead.
+    this process does not lead. Return also the rung that computed them, if the job requests one.
     """
     task, means = task_of(job), Means.of(job.evaluation)
     answers_by = partial(
@@ -93,27 +96,15 @@ def _answers(
     if compared(task):  # one model at a time
         reference = share.gathered(answers_by(reference_model(job, task, means.precision, means.devices)))
     model = model_to_use(job, paths, prepared, means.precision, means.devices)
-    answers = share.gathered(answers_by(model))
+    with judged_rung(job, paths, model, labels_of(prepared.facts)) as (rung, forward):
+        answers = share.gathered(answers_by(model, forward=forward))
     if answers is None or reference is None:
-        return answers
-    return [{**answer, **_of_reference(base)} for answer, base in zip(answers, reference, strict=True)]
+        return answers, rung
+    return [{**answer, **_of_reference(base)} for answer, base in zip(answers, reference, strict=True)], rung
 
 
 def _of_reference(answer: Answer) -> Answer:
     return {f"{REFERENCE}{name}": value for name, value in answer.items()}
-
-
-def labelled_split(task: TaskModule, prepared: PreparedData) -> PreparedSplit:
-    """Return the test split, or validation if test is missing or has no labels. StageError DATA `NoLabels`."""
-    for role in ("test", "validation"):
-        if role in prepared.facts.splits and task.labelled(split := prepared.of(role)):
-            return split
-    raise StageError(
-        FailureClass.DATA,
-        "NoLabels",
-        f"Neither test nor validation has labels; the prepared splits are {', '.join(prepared.facts.splits)}.",
-        "Set dataset.columns.label and a split with labels, or leave evaluation out.",
-    )
 
 
 def _wanted(job: TrainerJob, available: Sequence[str]) -> list[str]:

@@ -134,6 +134,7 @@ class Batcher:
     def _work(self) -> None:
         try:
             self._engine.open()
+            self._metrics.describe({name: model.revision for name, model in self._engine.models.items()})
             self._token_seconds = self._engine.warm_up()
         except Exception as error:  # on any error the server must end and report it
             self.failed = error
@@ -223,7 +224,7 @@ class Batcher:
             return
         tickets = list({id(ticket): ticket for ticket, _ in chosen}.values())
         writing = WatchedWriting(
-            self._turns, lambda: self._stop or all(ticket.over for ticket in tickets), chosen[0][0].put
+            self._turns, lambda: self._stop or all(ticket.over for ticket in tickets), put=chosen[0][0].put
         )
         self._pool.submit(self._write, chosen, writing)
 
@@ -251,7 +252,8 @@ class Batcher:
         seconds = time.perf_counter() - began - (0.0 if writing is None else writing.others_seconds)
         padded = max(each.width for each in rows) * len(rows)
         self._token_seconds += _SMOOTHING * (seconds / padded - self._token_seconds)
-        self._metrics.batch(len(rows), sum(each.tokens for each in rows), seconds)
+        model = self._engine.model_of(chosen[0][0].form)
+        self._metrics.batch(model, len(rows), sum(each.tokens for each in rows), seconds)
         if writing is not None:
             for (ticket, at), finish in zip(chosen, writing.finishes, strict=True):
                 ticket.finish_of[at] = finish

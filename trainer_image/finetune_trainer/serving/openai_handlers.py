@@ -30,42 +30,32 @@ class OpenAIHandlers:
 
     async def models(self, request: Request) -> Response:
         """Models of the server, as the OpenAI API lists them."""
-        model = {
-            "id": self._engine.name,
-            "object": "model",
-            "created": int(self._state.started),
-            "owned_by": "finetune",
-        }
-        return json_response({"object": "list", "data": [model]})
+        alike = {"object": "model", "created": int(self._state.started), "owned_by": "finetune"}
+        return json_response({"object": "list", "data": [{"id": name, **alike} for name in self._engine.names]})
 
     async def completions(self, request: Request) -> Response:
         """Write on behind prompts, as the OpenAI API does."""
         body = await read_json(request)
-        self._check_model(body)
+        model = self._model(request, body)
         rows = [{self._writes: prompt} for prompt in openai_json.prompts(body)]
-        return await self._written(request, body, rows, chat=False)
+        return await self._written(request, model, body, rows, chat=False)
 
     async def chat(self, request: Request) -> Response:
         """Write the next message of a conversation, as the OpenAI API does."""
         body = await read_json(request)
-        self._check_model(body)
+        model = self._model(request, body)
         role = "prompt" if self._engine.job.task == "preference-tuning" else "messages"
-        return await self._written(request, body, [{role: openai_json.messages(body)}], chat=True)
+        return await self._written(request, model, body, [{role: openai_json.messages(body)}], chat=True)
 
-    def _check_model(self, body: Mapping[str, Any]) -> None:
-        if body.get("model") not in (None, self._engine.name):
-            raise RequestError(
-                404,
-                f"There is no model {str(body['model'])[:80]!r}; this server has {self._engine.name!r}.",
-                param="model",
-            )
+    def _model(self, request: Request, body: Mapping[str, Any]) -> str:
+        return self._queue.model(request, body.get("model"), param="model")
 
     async def _written(
-        self, request: Request, body: Mapping[str, Any], rows: list[dict[str, Any]], *, chat: bool
+        self, request: Request, model: str, body: Mapping[str, Any], rows: list[dict[str, Any]], *, chat: bool
     ) -> Response:
         wanted = openai_json.wanted(self._engine.generation, body, chat=chat)
-        form = self._queue.form(rows, wanted.generation, wanted.stop, wanted.seed)
-        completion = openai_json.CompletionJson(self._engine.name, self._state.revision, chat, wanted.usage)
+        form = self._queue.form(model, rows, wanted.generation, wanted.stop, wanted.seed)
+        completion = openai_json.CompletionJson(model, self._state.revision_of(model), chat, wanted.usage)
         if not wanted.stream:
             found = await self._queue.answered(request, form, rows)
             texts = [row["generated_text"] for row in found]

@@ -31,20 +31,39 @@ class QueueClient:
         if not self._state.batcher.ready:
             raise RequestError(503, "The model is being loaded.", {"Retry-After": "1"})
 
+    def model(self, request: Request, named: object, param: str | None = None) -> str:
+        """Return the name of the model of a request, the default one if it names none, and note it for log and metrics.
+        RequestError 404 if there is no such model; `param`: field that names it.
+        """
+        names = self._state.engine.names
+        name = names[0] if named is None else named
+        if not isinstance(name, str) or name not in names:
+            raise self._unknown(name, param)
+        request.state.model = name
+        return name
+
+    def _unknown(self, name: object, param: str | None = None) -> RequestError:
+        names = self._state.engine.names
+        known = ", ".join(repr(each) for each in names[:8]) + (", ..." if len(names) > 8 else "")
+        return RequestError(404, f"There is no model {str(name)[:80]!r}; this server has {known}.", param=param)
+
     def form(
         self,
+        model: str,
         rows: Sequence[dict[str, Any]],
         generation: Generation,
         stop: tuple[str, ...] = (),
         seed: int | None = None,
     ) -> Form:
-        """Return the form of valid rows; RequestError for others."""
+        """Return the form of valid rows for the model of that name; RequestError for others."""
         self.require_model()
-        check_rows(rows)
         engine = self._state.engine
+        if model not in engine.models:
+            raise self._unknown(model)  # a base model without a head, which the loading has shown
+        check_rows(rows)
         roles = tuple(sorted(rows[0]))
         refuse_roles(engine.job.task, roles)
-        return Form(roles, generation if engine.job.task in WRITING_TASKS else engine.generation, stop, seed)
+        return Form(roles, generation if engine.job.task in WRITING_TASKS else engine.generation, stop, seed, model)
 
     async def answered(self, request: Request, form: Form, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the columns of predict for each row."""

@@ -34,7 +34,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class Form:
-    """Rows that can share a batch: the same inputs, and the same way to write."""
+    """Rows that can share a batch: the same model and inputs, and the same way to write."""
 
     roles: tuple[str, ...]
     generation: Generation
@@ -42,6 +42,8 @@ class Form:
     """Texts that end the written text, and are no part of it."""
     seed: int | None = None
     """Seed of each row's sampling; None: the job's seed, shared by the rows of a batch in their order."""
+    model: str = ""
+    """Name of the model that answers; empty: the default one."""
 
     @property
     def columns(self) -> Columns:

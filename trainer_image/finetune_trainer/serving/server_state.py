@@ -25,6 +25,10 @@ class ServerState:
     in_flight: int = 0
     started: float = field(default_factory=time.time)
 
+    def revision_of(self, model: str) -> str:
+        """Return the revision of a loaded model."""
+        return self.engine.models[model].revision or self.revision
+
     @property
     def ready(self) -> bool:
         """True if requests should be sent here: after the warm-up, until it drains."""

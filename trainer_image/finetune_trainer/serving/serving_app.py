@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from finetune_contract.layout import METRICS_PATH
+from finetune_trainer.inference.answering import Answerer
 from finetune_trainer.serving import hugging_face_json, open_inference
 from finetune_trainer.serving import page as page_of
 from finetune_trainer.serving.http_json import json_response, parameters_of, read_json
@@ -87,6 +88,7 @@ def _guarded(state: ServerState, path: str, handler: Handler, method: str = "GET
         began = time.perf_counter()
         identity = request.headers.get("x-request-id", "")[:128] or uuid.uuid4().hex
         request.state.rows = request.state.tokens = 0
+        request.state.model = ""
         state.in_flight += 1
         state.metrics.in_flight.set(state.in_flight)
         try:
@@ -108,7 +110,7 @@ def _guarded(state: ServerState, path: str, handler: Handler, method: str = "GET
             response.headers["X-Endpoint-Revision"] = state.endpoint_revision
         if state.draining:
             response.headers["Connection"] = "close"
-        state.metrics.requests.labels(path, str(response.status_code)).inc()
+        state.metrics.requests.labels(path, str(response.status_code), request.state.model).inc()
         state.metrics.seconds.labels(path).observe(seconds)
         if path not in _OPEN:
             line = {
@@ -116,6 +118,7 @@ def _guarded(state: ServerState, path: str, handler: Handler, method: str = "GET
                 "path": path,
                 "code": response.status_code,
                 "ms": round(seconds * 1000, 2),
+                **({"model": request.state.model} if request.state.model else {}),
                 "rows": request.state.rows,
                 "tokens": request.state.tokens,
             }
@@ -150,6 +153,7 @@ class _Handlers:
             ("GET", "/v2", self.server),
             ("GET", "/v2/health/live", self.live),
             ("GET", "/v2/health/ready", self.ready),
+            ("GET", "/v2/models", self.models),
             ("GET", "/v2/models/{name}", self.metadata),
             ("GET", "/v2/models/{name}/ready", self.model_ready),
             ("POST", "/v2/models/{name}/infer", self.infer),
@@ -171,7 +175,8 @@ class _Handlers:
 
     async def page(self, request: Request) -> Response:
         """Page to try the model."""
-        return Response(page_of.page(self.description()), headers=dict(page_of.HEADERS), media_type="text/html")
+        described = self.description(self._engine.name)
+        return Response(page_of.page(described), headers=dict(page_of.HEADERS), media_type="text/html")
 
     async def page_file(self, request: Request) -> Response:
         """Style, script or picture of the page."""
@@ -200,18 +205,23 @@ class _Handlers:
             self._document = openapi_document(title, self._engine.job.task, described, self._state.token is not None)
         return json_response(self._document)
 
-    def description(self) -> dict[str, Any]:
-        """Return the metadata of the model."""
+    async def models(self, request: Request) -> Response:
+        """Names of the models, the default one first."""
+        return json_response({"models": list(self._engine.names)})
+
+    def description(self, name: str) -> dict[str, Any]:
+        """Return the metadata of a model."""
         self._queue.require_model()
-        state, engine = self._state, self._engine
-        roles = sorted(engine.answerer.requested.columns.model_dump(exclude_none=True))
-        schema = engine.answerer.encoder.task.answer_schema(engine.answerer.labels)
+        engine, revision = self._engine, self._state.revision_of(name)
+        answerer = engine.models[name].answerer
+        roles = sorted(answerer.requested.columns.model_dump(exclude_none=True))
+        schema = answerer.encoder.task.answer_schema(answerer.labels)
         kinds = [(field.name, "FP64" if str(field.type) == "double" else "BYTES") for field in schema]
-        facts = {"task": engine.job.task, "labels": list(engine.labels), "revision": state.revision}
-        facts |= self._facts_of_page()
+        facts = {"task": engine.job.task, "labels": list(answerer.labels.names), "revision": revision}
+        facts |= self._facts_of_page(answerer)
         return {
-            "name": engine.name,
-            "versions": [state.revision],
+            "name": name,
+            "versions": [revision],
             "platform": "finetune-trainer",
             "inputs": [{"name": role, "datatype": "BYTES", "shape": [-1]} for role in roles],
             "outputs": [{"name": name, "datatype": kind, "shape": [-1]} for name, kind in kinds],
@@ -219,12 +229,12 @@ class _Handlers:
             "parameters": facts,
         }
 
-    def _facts_of_page(self) -> dict[str, Any]:
+    def _facts_of_page(self, answerer: Answerer) -> dict[str, Any]:
         """Return inputs and outputs beyond the task, for the page and other clients."""
         job, tokenizer = self._engine.job, self._engine.tokenizer
         facts: dict[str, Any] = {}
         if job.task == "text-classification":
-            facts["label_form"] = self._engine.answerer.labels.form
+            facts["label_form"] = answerer.labels.form
             facts["pairs"] = job.dataset is not None and job.dataset.columns.text_pair is not None
         elif job.task == "masked-lm":
             facts["mask_token"] = tokenizer.mask_token
@@ -234,29 +244,25 @@ class _Handlers:
 
     async def metadata(self, request: Request) -> Response:
         """Task, labels, revision, inputs and outputs of the model."""
-        self._check_name(request)
-        return json_response(self.description())
+        return json_response(self.description(self._name(request)))
 
     async def model_ready(self, request: Request) -> Response:
         """As /v2/health/ready."""
-        self._check_name(request)
-        ready = self._state.ready
-        return json_response({"name": self._engine.name, "ready": ready}, 200 if ready else 503)
+        name, ready = self._name(request), self._state.ready
+        return json_response({"name": name, "ready": ready}, 200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Metrics for Prometheus."""
         return Response(self._state.metrics.text(), media_type=CONTENT_TYPE)
 
-    def _check_name(self, request: Request) -> None:
-        name = request.path_params.get("name")
-        if name is not None and name != self._engine.name:
-            raise RequestError(404, f"There is no model {name[:80]!r}; this server has {self._engine.name!r}.")
+    def _name(self, request: Request) -> str:
+        return self._queue.model(request, request.path_params.get("name"))
 
     # ----------------------------------------------------------------------------------------------------- inference
 
     async def infer(self, request: Request) -> Response:
         """Answer an inference request of the Open Inference Protocol."""
-        self._check_name(request)
+        name = self._name(request)
         if "inference-header-content-length" in request.headers:
             raise RequestError(400, "This server accepts JSON only: send tensors without the binary extension.")
         body = await read_json(request)
@@ -265,19 +271,19 @@ class _Handlers:
             raise RequestError(400, "id must be text.")
         generation = hugging_face_json.generation_of(self._engine.generation, parameters_of(body))
         rows = open_inference.rows_of(body)
-        found = await self._queue.answered(request, self._queue.form(rows, generation), rows)
-        return json_response(open_inference.answer_of(self._engine.name, self._state.revision, identity, found))
+        found = await self._queue.answered(request, self._queue.form(name, rows, generation), rows)
+        return json_response(open_inference.answer_of(name, self._state.revision_of(name), identity, found))
 
     async def hugging_face(self, request: Request) -> Response:
         """Answer a request of the Hugging Face inference API."""
-        self._check_name(request)
+        name = self._name(request)
         body, task = await read_json(request), self._engine.job.task
         if "inputs" not in body:
             raise RequestError(422, "The request has no inputs.")
         parameters = parameters_of(body)
         rows, texts = hugging_face_json.rows_of(task, body["inputs"], self._writes)
         generation = hugging_face_json.generation_of(self._engine.generation, parameters)
-        found = await self._queue.answered(request, self._queue.form(rows, generation), rows)
+        found = await self._queue.answered(request, self._queue.form(name, rows, generation), rows)
         single = not isinstance(body["inputs"], list)
         return json_response(
             hugging_face_json.answer_of(task, found, texts, parameters, self._engine.tokenizer, single)

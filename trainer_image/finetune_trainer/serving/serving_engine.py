@@ -5,50 +5,42 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from finetune_contract.choices import WRITING_TASKS
 from finetune_contract.layout import JobPaths
-from finetune_contract.trainer_job import Columns, Generation, Prediction, Serving, TrainerJob
+from finetune_contract.trainer_job import Generation, Prediction, Serving, TrainerJob
 from finetune_trainer import collection
 from finetune_trainer.data.prepare import labels_of_model
 from finetune_trainer.data.prepared import POSITION, FeatureBatch, FeatureSet, PreparedSplit
-from finetune_trainer.data.row_shards import RowShard, ShardKey, ShardRows
+from finetune_trainer.data.row_shards import ShardKey
 from finetune_trainer.data.shards import Encoder
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.inference.answering import Answerer, RequestedColumns, coding_of, seed_of
-from finetune_trainer.inference.optimization.rung_in_use import RungInUse
-from finetune_trainer.inference.runner import Means, settle, used_model, weights_version
+from finetune_trainer.inference.optimization.served_rung import plain_answerer, rung_to_serve, served_rung, warm_row
+from finetune_trainer.inference.runner import settle, used_model, weights_version
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.scripts.trained import job_of_trained_model
 from finetune_trainer.serving.request_rows import Form, RequestError, Row
 from finetune_trainer.serving.stop_texts import first_stop
 from finetune_trainer.serving.watched_writing import WatchedWriting
+from finetune_trainer.tasks.task_protocol import Labels
 from finetune_trainer.tasks.task_registry import task_of
 from finetune_trainer.tasks.writing import WRITTEN, ends, watch
 
+if TYPE_CHECKING:
+    from finetune_trainer.serving.served_adapters import AdaptedModel
+
 log = logging.getLogger(__name__)
 
-_WARM_TEXT = "The server warms up with a sentence of a few words before it takes requests."
-_WORDS = tuple(_WARM_TEXT.split())
-WARM_ROWS: Mapping[str, dict[str, Any]] = {
-    "text-classification": {"text": _WARM_TEXT},
-    "token-classification": {"tokens": list(_WORDS)},
-    "question-answering": {"question": "What warms up?", "context": _WARM_TEXT},
-    "text-generation": {"text": _WARM_TEXT},
-    "preference-tuning": {"prompt": _WARM_TEXT},
-    "summarization": {"source": _WARM_TEXT},
-    "translation": {"source": _WARM_TEXT},
-}
-_ROWS_TO_COME = 1_000_000
-"""Number of rows that measuring and converting are weighed against: a server answers many."""
 _KEY = ShardKey(0, 0)
 
 
@@ -68,6 +60,17 @@ class EncodedRow:
     """Tokens of its features."""
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that requests can name."""
+
+    answerer: Answerer
+    adapter: str | None = None
+    """Adapter that it computes with; None: the model of the job by itself."""
+    revision: str | None = None
+    """Digest of the adapter; None: the revision of the job's model."""
+
+
 @dataclass
 class ServingEngine:
     """Answers rows, one batch at a time; several threads may call it only if the model writes, by turns.
@@ -80,8 +83,9 @@ class ServingEngine:
     trained: bool
     """True if the job trained the model."""
     paths: JobPaths
-    answerer: Answerer = field(init=False)
-    _opened: bool = False
+    models: dict[str, ServedModel] = field(default_factory=dict)
+    """Models by their names, the default one first; empty before `open`."""
+    _adapted: AdaptedModel | None = None
     _of_form: dict[Form, Answerer] = field(default_factory=dict)
 
     @classmethod
@@ -99,11 +103,11 @@ class ServingEngine:
 
     def open(self) -> None:
         """Load the model, once, and convert it if the job requests it. StageErrors of the model and of the rung."""
-        if self._opened:
+        if self.models:
             return
         collection.begin_with_models()
         serving, paths, job = self.serving, self.paths, self.job
-        version = weights_version(job, paths)
+        version, judged = weights_version(job, paths), rung_to_serve(job, paths, serving.optimization)
         if self.trained:
             # The tokenizer, too, is read from the trained model's folder: nothing is fetched.
             found = job_of_trained_model(job, paths)
@@ -117,38 +121,42 @@ class ServingEngine:
         )
         self.job = job = job.model_copy(update={"predict": predict})
         task = task_of(job)
+        encoder = Encoder(task, coding_of(job), packing=False)
+        if serving.adapters:
+            from finetune_trainer.serving.served_adapters import load_adapted  # imports torch: the server listens first
+
+            self._adapted = adapted = load_adapted(job, task, serving.precision)
+            settle(adapted.model, serving.device)
+            plain = plain_answerer(job, adapted.model, Labels(), encoder)
+            self.models = _served(serving.model_name, replace(plain, settled=True), adapted)
+            return
         model, _ = used_model(job, paths, serving.precision)
         labels = labels_of_model(job, task, model.config)
-        encoder = Encoder(task, coding_of(job), packing=False)
-        requested = RequestedColumns(Columns(**{role: role for role in _warm_row(job, encoder)}), "inputs", {})
-        self.answerer = Answerer(job, encoder, model, labels, Means.of(predict), requested)
-        forward = self._forward(paths, version)
+        plain = plain_answerer(job, model, labels, encoder)
+        _, forward = served_rung(plain, _writable(paths), version, judged)
         settle(model, serving.device)
-        self.answerer = replace(self.answerer, forward=forward, settled=True)
-        self._opened = True
+        self.models = {serving.model_name: ServedModel(replace(plain, forward=forward, settled=True))}
 
-    def _forward(self, paths: JobPaths, version: object) -> Any:
-        """Choose the rung as predict does, measured on rows of several lengths. `version`: version of the weights."""
-        if self.serving.optimization == "none":
-            return None
-        shard = _sample_shard(self.job, _warm_row(self.job, self.answerer.encoder))
-        rungs = RungInUse(self.answerer, lambda: iter([shard]), _ROWS_TO_COME, _writable(paths), version)
-        return rungs.forward(rungs.choose())
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the models in requests, the default one first; before `open`, those that the job names."""
+        own = (self.serving.model_name,) * self.serving.serves_model
+        return tuple(self.models) or (*own, *(adapter.name for adapter in self.serving.adapters))
 
     @property
     def name(self) -> str:
-        """Name of the model in requests."""
-        return self.serving.model_name
+        """Name of the model of requests that name none."""
+        return self.names[0]
+
+    @property
+    def answerer(self) -> Answerer:
+        """Answerer of that model."""
+        return self.models[self.name].answerer
 
     @property
     def writes(self) -> bool:
         """True if the model writes texts."""
         return self.job.task in WRITING_TASKS
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Names of the labels, in the order of their ids."""
-        return self.answerer.labels.names
 
     @property
     def tokenizer(self) -> Any:
@@ -161,10 +169,13 @@ class ServingEngine:
         return self.job.generation
 
     def warm_up(self) -> float:
-        """Answer batches of one row and of several, and return the seconds per padded token."""
-        row = _warm_row(self.job, self.answerer.encoder)
+        """Answer batches of one row and of several, one with each adapter, and return the seconds per padded token."""
+        row = warm_row(self.job, self.answerer.encoder)
         few = Generation(max_new_tokens=min(4, self.generation.max_new_tokens))
         form = Form(tuple(row), few if self.writes else self.generation)
+        for name in self.names[1:]:
+            other = replace(form, model=name)
+            self.answer(other, self.encode(other, [row]))
         for rows in (1, 4, 4):
             encoded = self.encode(form, [row] * rows)
             began = time.perf_counter()
@@ -201,6 +212,7 @@ class ServingEngine:
         features = FeatureSet.of(each.features.part(each.first, each.last, at) for at, each in enumerate(rows))
         split = answerer.split(table, features, answerer.encoder.task.inputs(answerer.requested.columns))
         if writing is None:
+            self._use(form)
             found: list[dict[str, Any]] = answerer.predicted(_KEY, split, NoProgress()).to_pylist()
             return found
         return self._watched(answerer, writing, split, form)
@@ -212,7 +224,9 @@ class ServingEngine:
         writing.tokenizer, writing.beams = self.tokenizer, answerer.job.generation.num_beams
         writing.ends, writing.stops = frozenset(ends(answerer.model, self.tokenizer)), form.stop
         seed = seed_of(self.job.seed if form.seed is None else form.seed, _KEY)
+        writing.resume = partial(self._use, form)
         with writing.turns.taken():
+            self._use(form)
             before = watch.set(writing)
             try:
                 answers = answerer.answered(split, NoProgress(), answerer.forward, seed)
@@ -228,6 +242,15 @@ class ServingEngine:
                 writing.finishes[at] = replace(writing.finishes[at], ended=True)
         return found
 
+    def model_of(self, form: Form) -> str:
+        """Return the name of the model that a form's rows are for."""
+        return form.model or self.name
+
+    def _use(self, form: Form) -> None:
+        """Compute with the adapter of a form's model from now on."""
+        if self._adapted is not None:
+            self._adapted.use(self.models[self.model_of(form)].adapter)
+
     def _answerer(self, form: Form) -> Answerer:
         """Return the answerer of a form; at most 64 are cached, as clients choose the generation settings."""
         found = self._of_form.get(form)
@@ -236,8 +259,20 @@ class ServingEngine:
                 self._of_form.clear()
             job = self.job.model_copy(update={"generation": form.generation})
             requested = RequestedColumns(form.columns, "inputs", {})
-            found = self._of_form[form] = replace(self.answerer, job=job, requested=requested)
+            found = self._of_form[form] = replace(
+                self.models[self.model_of(form)].answerer, job=job, requested=requested
+            )
         return found
+
+
+def _served(base: str, plain: Answerer, adapted: AdaptedModel) -> dict[str, ServedModel]:
+    """Return the base model, if it answers by itself, and its adapters. `plain`: an answerer without labels."""
+    found = {}
+    if adapted.base_labels is not None:
+        found[base] = ServedModel(replace(plain, labels=adapted.base_labels))
+    for name, adapter in adapted.adapters.items():
+        found[name] = ServedModel(replace(plain, labels=adapter.labels), name, adapter.revision)
+    return found
 
 
 def refuse_roles(task: str, roles: Sequence[str]) -> None:
@@ -270,21 +305,3 @@ def _writable(paths: JobPaths) -> JobPaths:
         folder = Path(tempfile.mkdtemp(prefix="finetune-serve-"))
         log.info("%s cannot be written (%s): converted models go to %s.", paths.root, error.strerror, folder)
         return JobPaths(folder)
-
-
-def _warm_row(job: TrainerJob, encoder: Encoder) -> dict[str, Any]:
-    if job.task == "masked-lm":
-        return {"text": f"The server {encoder.coding.tokenizer.mask_token} up."}
-    return WARM_ROWS[job.task]
-
-
-def _sample_shard(job: TrainerJob, row: Mapping[str, Any]) -> RowShard:
-    """Return rows of several lengths, to measure rungs on."""
-    longest = max(row, key=lambda role: len(row[role]))
-    rows = []
-    for times in (1, 2, 4, 8) * 64:
-        value = row[longest]
-        rows.append({**row, longest: value * times if isinstance(value, list) else " ".join([value] * times)})
-    table = pa.Table.from_pylist(rows)
-    read = ShardRows(len(rows), np.arange(len(rows)), lambda chosen: table.take(pa.array(chosen, pa.int64())))
-    return RowShard(ShardKey(0, 0), "sample", len(rows), lambda: read)

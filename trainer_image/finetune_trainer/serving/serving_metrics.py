@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -18,7 +20,8 @@ class ServingMetrics:
 
     def __init__(self, model: str, task: str, revision: str) -> None:
         self._registry = CollectorRegistry()
-        names = ["path", "code"]
+        self._task, self._revision = task, revision
+        names = ["path", "code", "model"]
         own = self._registry
         self.requests = Counter(REQUESTS_METRIC, "Requests answered.", names, registry=own)
         self.seconds = Histogram(LATENCY_METRIC, "Time of a request.", ["path"], buckets=_SECONDS, registry=own)
@@ -26,18 +29,26 @@ class ServingMetrics:
         self.in_flight = Gauge("finetune_serving_requests_in_flight", "Requests that wait for an answer.", registry=own)
         self._rows = Histogram("finetune_serving_batch_rows", "Rows of a batch.", buckets=_ROWS, registry=own)
         self._batch = Histogram("finetune_serving_batch_tokens", "Tokens of a batch.", buckets=_TOKENS, registry=own)
-        self._tokens = Counter("finetune_serving_tokens", "Tokens computed.", registry=own)
-        self._busy = Counter("finetune_serving_compute_seconds", "Time spent computing.", registry=own)
+        by = ["model"]
+        self._tokens = Counter("finetune_serving_tokens", "Tokens computed.", by, registry=own)
+        self._busy = Counter("finetune_serving_compute_seconds", "Time spent computing.", by, registry=own)
         self._rate = Gauge("finetune_serving_tokens_per_second", "Tokens a second in the last batch.", registry=own)
-        info = Gauge("finetune_serving_model_info", "The model.", ["model", "task", "revision"], registry=own)
-        info.labels(model, task, revision).set(1)
+        about = ["model", "task", "revision"]
+        self._info = Gauge("finetune_serving_model_info", "A model that is served.", about, registry=own)
+        self.describe({model: revision})
 
-    def batch(self, rows: int, tokens: int, seconds: float) -> None:
-        """Count a batch."""
+    def describe(self, models: Mapping[str, str | None]) -> None:
+        """Show the models that are served, with their revisions; None: the server's."""
+        self._info.clear()
+        for name, revision in models.items():
+            self._info.labels(name, self._task, revision or self._revision).set(1)
+
+    def batch(self, model: str, rows: int, tokens: int, seconds: float) -> None:
+        """Count a batch of a model."""
         self._rows.observe(rows)
         self._batch.observe(tokens)
-        self._tokens.inc(tokens)
-        self._busy.inc(seconds)
+        self._tokens.labels(model).inc(tokens)
+        self._busy.labels(model).inc(seconds)
         self._rate.set(tokens / max(seconds, 1e-9))
 
     def text(self) -> bytes:

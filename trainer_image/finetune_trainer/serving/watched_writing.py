@@ -42,6 +42,8 @@ class WatchedWriting:
     turns: FairLock
     stopped: Callable[[], bool]
     """Returns True if no client waits for the rest."""
+    resume: Callable[[], None] = lambda: None
+    """Called when the turn is back: others may have computed with another adapter."""
     put: Callable[[str], None] | None = None
     """Receives pieces of a single row's text as they are written."""
     ends: frozenset[int] = frozenset()
@@ -91,6 +93,7 @@ class WatchedWriting:
         import torch
 
         self.others_seconds += self.turns.hand_on()
+        self.resume()
         if self.stops and self.beams == 1:
             self._look_for_stops(tokens)
         over = torch.full((len(tokens),), self.stopped(), device=tokens.device)

@@ -94,6 +94,20 @@ class HeadModels:
         self, job: TrainerJob, name_or_path: str, arguments: Mapping[str, Any], dtype: torch.dtype
     ) -> PreTrainedModel:
         """Load a model; refuse a checkpoint whose head is missing: its answers would be random."""
+        model, missing = self.load_incomplete(job, name_or_path, arguments, dtype)
+        if missing:
+            raise StageError(
+                FailureClass.MODEL,
+                "NoHead",
+                f"{name_or_path} lacks the weights {', '.join(sorted(missing)[:4])}; its answers would be random.",
+                f"Train it first (training: {{}}), or use a model that was trained for {job.task}.",
+            )
+        return model
+
+    def load_incomplete(
+        self, job: TrainerJob, name_or_path: str, arguments: Mapping[str, Any], dtype: torch.dtype
+    ) -> tuple[PreTrainedModel, frozenset[str]]:
+        """Load a model, and return also the names of the weights that its checkpoint lacks, which are random."""
         import torch
 
         try:
@@ -104,16 +118,8 @@ class HeadModels:
             raise  # not a fault of the files, as other RuntimeErrors are
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise load_error(job.model, error, part="weights") from error
-        if info["missing_keys"]:
-            raise StageError(
-                FailureClass.MODEL,
-                "NoHead",
-                f"{name_or_path} lacks the weights {', '.join(sorted(info['missing_keys'])[:4])}; "
-                "its answers would be random.",
-                f"Train it first (training: {{}}), or use a model that was trained for {job.task}.",
-            )
         found: PreTrainedModel = model
-        return found
+        return found, frozenset(info["missing_keys"])
 
     def _class(self) -> Any:
         import transformers

@@ -211,6 +211,11 @@ class TaskModule(Protocol):
     ) -> PreTrainedModel:
         """Load a model that already has its head, to run inference in `dtype`."""
 
+    def load_incomplete(
+        self, job: TrainerJob, name_or_path: str, arguments: Mapping[str, Any], dtype: torch.dtype
+    ) -> tuple[PreTrainedModel, frozenset[str]]:
+        """Load a model as `load_model` does, and return also the names of the weights that its checkpoint lacks."""
+
     # ------------------------------------------------------------------------------------------------------ results
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:

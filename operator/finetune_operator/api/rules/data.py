@@ -275,6 +275,10 @@ def _claim_rule(path: str, given: str, read: Callable[[FineTuneJobSpec], str | N
     )
 
 
+def _adapter_uris(spec: FineTuneJobSpec) -> list[str]:
+    return [] if spec.endpoint is None else [adapter.uri for adapter in spec.endpoint.adapters]
+
+
 _CLAIM_PATTERN = rf"^pvc://{DNS_SUBDOMAIN_PATTERN.strip('^$')}(/.*)?$".replace("\\", "\\\\")
 """Pattern as CEL text, where a backslash is written twice."""
 _PARENT_STEP = "/[.][.](/|$)"
@@ -517,6 +521,18 @@ RULES: tuple[Rule, ...] = (
         "predict.output",
         "has(self.predict) && has(self.predict.output)",
         lambda spec: spec.predict.output if spec.predict else None,
+    ),
+    Rule(
+        name="endpoint.adapters-name-claims",
+        path="endpoint.adapters",
+        cel="!has(self.endpoint) || !has(self.endpoint.adapters) || self.endpoint.adapters.all(each, "
+        f"!each.uri.startsWith('pvc://') || (each.uri.matches('{_CLAIM_PATTERN}') "
+        f"&& !each.uri.matches('{_PARENT_STEP}')))",
+        holds=lambda spec: all(map(_names_a_claim, _adapter_uris(spec))),
+        text="must have uris such as pvc://claim/path, with a claim of the job's namespace and no .. in the path",
+        hint="write the claim's name after pvc://: lowercase letters, digits and -",
+        advice=lambda spec: _claim_advice(next((uri for uri in _adapter_uris(spec) if not _names_a_claim(uri)), "")),
+        reads=("endpoint.adapters",),
     ),
     _claim_rule("storage.workspace", "has(self.storage.workspace)", lambda spec: spec.storage.workspace),
     _claim_rule("storage.cache", "has(self.storage.cache)", lambda spec: spec.storage.cache),

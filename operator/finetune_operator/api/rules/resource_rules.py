@@ -12,7 +12,7 @@ from pydantic.alias_generators import to_snake
 from finetune_contract.choices import RUNG_TASKS
 from finetune_operator.api.quantities import parse_quantity, size_hint, too_small_rule
 from finetune_operator.api.rules.rule import Holds, Rule, is_one_of
-from finetune_operator.api.types import AcceleratorSpec, EndpointSpec, FineTuneJobSpec
+from finetune_operator.api.types import AcceleratorSpec, EndpointSpec, FineTuneJobSpec, ServedAdapterSpec
 from finetune_operator.launchers.launcher_rows import SUPPORTED
 
 RESERVED_PREFIXES = (
@@ -82,6 +82,10 @@ def _canary_percent(spec: FineTuneJobSpec) -> int:
 
 def _serves_rung(spec: FineTuneJobSpec) -> bool:
     return spec.endpoint is not None and spec.endpoint.optimization not in ("auto", "none")
+
+
+def _adapters(spec: FineTuneJobSpec) -> tuple[ServedAdapterSpec, ...]:
+    return () if spec.endpoint is None else spec.endpoint.adapters
 
 
 def _size_of(spec: FineTuneJobSpec, path: str) -> str | None:
@@ -268,6 +272,36 @@ RULES: tuple[Rule, ...] = (
         lambda spec: spec.endpoint is None or spec.endpoint.tolerance is None or spec.endpoint.optimization != "none",
         "has no effect while spec.endpoint.optimization is none",
         "leave one of the two out",
+    ),
+    Rule(
+        "adapters-have-names-of-their-own",
+        "endpoint.adapters",
+        "!has(self.endpoint) || !has(self.endpoint.adapters) || self.endpoint.adapters.all(each, "
+        "self.endpoint.adapters.exists_one(other, other.name == each.name))",
+        lambda spec: len({adapter.name for adapter in _adapters(spec)}) == len(_adapters(spec)),
+        "must have different names, by which requests choose",
+        "rename the adapters that share a name",
+        reads=("endpoint.adapters",),
+    ),
+    Rule(
+        "adapters-of-an-untrained-model",
+        "endpoint.adapters",
+        "!has(self.endpoint) || !has(self.endpoint.adapters) || size(self.endpoint.adapters) == 0"
+        " || !has(self.training)",
+        lambda spec: not _adapters(spec) or spec.training is None,
+        "is for jobs without spec.training: adapters belong to the model of spec.model.uri",
+        "leave it out, or serve the adapters in a job of their own",
+        reads=("endpoint.adapters", "training"),
+    ),
+    Rule(
+        "adapters-without-rungs",
+        "endpoint.adapters",
+        "!has(self.endpoint) || !has(self.endpoint.adapters) || size(self.endpoint.adapters) == 0"
+        " || self.endpoint.optimization == 'none'",
+        lambda spec: not _adapters(spec) or spec.endpoint is None or spec.endpoint.optimization == "none",
+        "needs spec.endpoint.optimization none: an optimization converts a model without adapters",
+        "leave one of the two out",
+        reads=("endpoint.adapters", "endpoint.optimization"),
     ),
     Rule(
         "canary-is-whole-servers",

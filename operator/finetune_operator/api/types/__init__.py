@@ -106,6 +106,7 @@ from finetune_operator.api.types.spec_results import (
     GenerationSpec,
     PredictSpec,
     PreferenceSpec,
+    ServedAdapterSpec,
     TrafficSpec,
 )
 from finetune_operator.api.types.spec_training import EarlyStoppingSpec, GitSpec, ScriptSpec, TrainingSpec

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, StringConstraints
 from pydantic.alias_generators import to_camel
 
+from finetune_contract.choices import ADAPTER_NAME_PATTERN
 from finetune_operator.api.status_times import whole_seconds
 
 GROUP = "finetune.dev"
@@ -56,6 +57,7 @@ PATTERN_DESCRIPTIONS = {
     DNS_SUBDOMAIN_PATTERN: "a name of lowercase letters, digits, - and . that begins and ends with a letter or digit",
     DNS_LABEL_PATTERN: "a name of lowercase letters, digits and - that begins and ends with a letter or digit",
     ENDPOINT_NAME_PATTERN: "a name of lowercase letters, digits and - that begins with a letter and does not end in -",
+    ADAPTER_NAME_PATTERN: "a name of letters, digits, -, _ and . that begins and ends with a letter or digit",
     DATA_KEY_PATTERN: "a key of letters, digits, -, _ and .",
     IMAGE_PATTERN: "an image such as registry.example.com/team/trainer:1.0, with a lowercase path",
     MANAGED_BY_PATTERN: "a name with a domain, such as kueue.x-k8s.io/multikueue",

@@ -368,6 +368,12 @@ class ArtifactsStatus(StatusModel):
     )
     predictions: str | None = Field(default=None, description="URI of the predictions.")
     metrics: dict[str, float] = Field(default_factory=dict, description="Final metrics.")
+    judged_optimization: str | None = Field(
+        default=None,
+        max_length=63,
+        description="Optimization of inference that the gate was judged with, and that servers use. Unset if the model "
+        "was evaluated as it is.",
+    )
     script: str | None = Field(
         default=None, description="Repository and commit of training.script, as https://host/path@commit."
     )

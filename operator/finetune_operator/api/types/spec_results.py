@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from finetune_contract.choices import PredictRung, RungName
+from finetune_contract.choices import ADAPTER_NAME_PATTERN, PredictRung, RungName
 from finetune_operator.api.types.field_types import (
     ENDPOINT_NAME_PATTERN,
     SERVER_PATTERN,
@@ -183,6 +183,18 @@ class TrafficSpec(SpecModel):
     )
 
 
+class ServedAdapterSpec(SpecModel):
+    """A LoRA adapter of the model, which servers compute beside its weights, without merging it."""
+
+    name: Annotated[str, StringConstraints(pattern=ADAPTER_NAME_PATTERN, min_length=1, max_length=63)] = Field(
+        description="Name in requests, in place of the model's. Required."
+    )
+    uri: Uri = Field(
+        description="Folder of the adapter as peft writes it, such as adapter/ of another job's folder. pvc:// names a "
+        "claim and a path in it, file:// a path on this machine; other schemes are not supported yet. Required."
+    )
+
+
 class EndpointSpec(SpecModel):
     """A server for the model, which starts once every stage before it has succeeded."""
 
@@ -234,6 +246,11 @@ class EndpointSpec(SpecModel):
         default=None,
         description="Share of the sampled rows whose labels must equal those of the plain model, a number. If unset, "
         "auto uses only optimizations that cannot change labels.",
+    )
+    adapters: Annotated[tuple[ServedAdapterSpec, ...], Field(max_length=32)] = Field(
+        default=(),
+        description="LoRA adapters of model.uri that each server also answers with, by their names. The model is held "
+        "once; by itself it answers only if it has the task's head. For jobs without training. Defaults to none.",
     )
     traffic: TrafficSpec | None = Field(
         default=None,

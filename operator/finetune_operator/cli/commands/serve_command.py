@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -19,6 +20,7 @@ from finetune_operator.cli.console import UsageError, note, print_line
 
 if TYPE_CHECKING:
     from finetune_contract.trainer_job import TrainerJob
+    from finetune_operator.cli.adapter_folders import AdapterFolder
 
 _EXAMPLE_INPUTS: dict[str, Any] = {
     "question-answering": {"question": "What is it?", "context": "It is a test."},
@@ -27,7 +29,10 @@ _EXAMPLE_INPUTS: dict[str, Any] = {
 
 
 def serve(
-    model: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="Folder of a run or of a model, or hf://name.")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="RUN|MODEL", help="Folder of a run, of a model or of a LoRA adapter, or hf://name."),
+    ],
     port: Annotated[int, typer.Option("--port", metavar="PORT", help="Port to listen on.")] = 8080,
     host: Annotated[
         str,
@@ -45,6 +50,16 @@ def serve(
     batch_tokens: Annotated[
         int, typer.Option("--max-batch-tokens", metavar="TOKENS", min=1, help="Maximum padded tokens of a batch.")
     ] = 8192,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter", metavar="NAME=FOLDER", help="LoRA adapter of the model, served as model NAME; repeatable."
+        ),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option("--base", metavar="MODEL", help="Base model of an adapter's folder. Default: the one it names."),
+    ] = None,
 ) -> None:
     """Serve a model on this machine over HTTP.
 
@@ -57,11 +72,22 @@ def serve(
       finetune serve runs/quickstart
       finetune serve ./model --port 9000 --optimization measured
       finetune serve hf://org/name --task text-classification
+      finetune serve runs/quickstart/adapter
+      finetune serve ./base --adapter reviews=runs/reviews/adapter --adapter mails=./mails
     """
+    from finetune_operator.cli.adapter_folders import adapter_folder, is_adapter, named_adapters
+
     _check_port(host, port)
     with tempfile.TemporaryDirectory(prefix="finetune-serve-") as folder:
-        job, workspace = _job_of(model, task, Path(folder))
-        job = _with_serving(job, optimization, batch_tokens)
+        named = named_adapters(adapter or ())
+        alone = adapter_folder(model) if is_adapter(model) else None
+        if base is not None and alone is None:
+            raise UsageError(f"--base: {model} is no folder of an adapter; omit --base")
+        if alone is None:
+            job, workspace = _job_of(model, task or next((one.task for one in named if one.task), None), Path(folder))
+        else:
+            job, workspace = _job_of_base(alone, base, task), Path(folder)
+        job = _with_serving(job, optimization, batch_tokens, [*([] if alone is None else [alone]), *named], alone)
         file = Path(folder) / "serve.json"
         file.write_text(job.to_json(), encoding="utf-8")
         raise typer.Exit(_run(job, file, workspace, host, port))
@@ -84,7 +110,8 @@ def _job_of(model: str, task: str | None, folder: Path) -> tuple[TrainerJob, Pat
             raise UsageError(f"--task: {model} is a run of {job.task}; omit --task")
         if job.trains and not ((run.state / "train.json").is_file() and (run.model / "config.json").is_file()):
             raise UsageError(f"RUN: {model} has no trained model; finish its training first: finetune run")
-        return job.model_copy(update={"name": run.root.name}), run.root.parent
+        # A gate decides about endpoints: on this machine the user does.
+        return job.model_copy(update={"name": run.root.name, "evaluation": None}), run.root.parent
     uri = model_uri(model)
     source = {"name": "serve", "task": task or task_of(uri), "model": {"uri": uri}}
     try:
@@ -93,22 +120,52 @@ def _job_of(model: str, task: str | None, folder: Path) -> tuple[TrainerJob, Pat
         raise UsageError(f"--task: unknown task {task!r}; use one of {', '.join(_tasks())}") from error
 
 
+def _job_of_base(alone: AdapterFolder, base: str | None, task: str | None) -> TrainerJob:
+    """Return the job of an adapter's base model."""
+    from pydantic import ValidationError
+
+    from finetune_contract.trainer_job import TrainerJob
+
+    source = alone.base() if base is None else {"uri": model_uri(base)}
+    wanted = task or alone.task or task_of(source["uri"])
+    note(f"adapter {alone.name} on {source['uri']}")
+    try:
+        return TrainerJob.model_validate({"name": "serve", "task": wanted, "model": source})
+    except ValidationError as error:
+        raise UsageError(f"--task: unknown task {wanted!r}; use one of {', '.join(_tasks())}") from error
+
+
 def _tasks() -> tuple[str, ...]:
     from finetune_contract.choices import Task
 
     return get_args(Task)
 
 
-def _with_serving(job: TrainerJob, optimization: str, batch_tokens: int) -> TrainerJob:
+def _with_serving(
+    job: TrainerJob,
+    optimization: str,
+    batch_tokens: int,
+    adapters: Sequence[AdapterFolder],
+    alone: AdapterFolder | None,
+) -> TrainerJob:
+    """Return the job with its server. `alone`: adapter that was given in place of a model, which is not served then."""
     from pydantic import ValidationError
 
     from finetune_contract.choices import RungName
     from finetune_contract.trainer_job import Serving
 
     name = "measured" if optimization == "auto" else optimization
+    if adapters and name != "none":
+        raise UsageError("--optimization: must be none for adapters, as it converts a model without them; omit it")
+    own = "base" if adapters and not job.trains else job.name
+    names = [own, *(one.name for one in adapters)]
+    if len(set(names)) < len(names):
+        raise UsageError(f"--adapter: the names must differ; found {', '.join(names)}")
+    served: dict[str, Any] = {"adapters": [{"name": one.name, "uri": one.uri} for one in adapters]}
+    served |= {"serves_model": alone is None, "model_name": own}
     try:
         serving = Serving.model_validate(
-            {"model_name": job.name, "device": "cpu", "optimization": name, "max_batch_tokens": batch_tokens}
+            {**served, "device": "cpu", "optimization": name, "max_batch_tokens": batch_tokens}
         )
     except ValidationError as error:
         known = ", ".join(("auto", *get_args(RungName)))
@@ -140,9 +197,13 @@ def _run(job: TrainerJob, file: Path, workspace: Path, host: str, port: int) -> 
     server = subprocess.Popen([*command, "--host", host, "--port", str(port)], env=environment, start_new_session=True)
     shown = "127.0.0.1" if host == "0.0.0.0" else host
     url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
+    assert job.serving is not None
     print_line(f"{job.name} ({job.task}) is served at {url} once the log shows Ready; press Ctrl-C to stop. Try:")
     body = json.dumps({"inputs": _EXAMPLE_INPUTS.get(job.task, "A text to try the model with.")})
     print_line(f"  curl {url}/ -H 'Content-Type: application/json' -d '{body}'")
+    if job.serving is not None and job.serving.adapters:
+        names = ", ".join(adapter.name for adapter in job.serving.adapters)
+        print_line(f"{url}/models/NAME answers with an adapter ({names})")
 
     def stop(number: int, frame: object) -> None:
         note("stopping after the accepted requests are answered")

@@ -26,7 +26,7 @@ from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.data.row_shards import RowShard
 from finetune_trainer.files import write_atomically
 from finetune_trainer.inference.answering import Answerer
-from finetune_trainer.inference.evaluate import labelled_split
+from finetune_trainer.inference.labelled_rows import labelled_split
 from finetune_trainer.inference.optimization.choosing import (
     SAMPLE_ROWS,
     SMALL_SECONDS,
