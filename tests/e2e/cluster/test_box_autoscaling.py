@@ -96,6 +96,8 @@ def _under_load(team: Team, name: str) -> Scaled:
         after, at = servers(), steady.sent
         wait_until(lambda: steady.sent > at + 3, "requests after the load", 60)
     assert autoscaler is not None
+    lost = [one.exception() for one in busy if one.exception() is not None]
+    assert not lost, f"{lost}\n{team.describe(name)}\n{autoscaler['status']}"
     return Scaled(autoscaler, before, under_load, after, [one.result() for one in busy], steady)
 
 

@@ -70,10 +70,12 @@ def served_rung(
     rungs = RungInUse(answerer, lambda: iter([shard]), _ROWS_TO_COME, paths, version)
     try:
         name = rungs.choose() if judged is None else judged
-        return name, rungs.forward(name)
+        forward = rungs.forward(name)
     except StageError as error:
         texts = (text.replace("predict.", "endpoint.") for text in (error.message, error.hint))
         raise StageError(error.failure_class, error.reason, *texts) from error
+    assert forward is None or callable(forward), f"{name} generates texts, which no server requests"
+    return name, forward
 
 
 @contextmanager
