@@ -60,8 +60,8 @@ def plain_answerer(job: TrainerJob, model: PreTrainedModel, labels: Labels, enco
 def served_rung(
     answerer: Answerer, paths: JobPaths, version: object, judged: str | None = None
 ) -> tuple[str, Substitute | None]:
-    """Return the rung of a server, and what replaces the model; None: the model's own. `judged`: rung to build in place of the
-    requested `measured`. StageErrors of `choosing.choose`, with the endpoint's fields.
+    """Return the rung of a server, and what replaces the model; None: the model computes. `judged`: rung to build in
+    place of the requested `measured`. StageErrors of `choosing.choose`, with the endpoint's fields.
     """
     predict = answerer.job.predict
     if predict is None or predict.optimization == "none":
