@@ -23,7 +23,7 @@ from finetune_trainer.data.shards import Encoder
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.answering import Answerer, RequestedColumns, coding_of
 from finetune_trainer.inference.optimization.rung_in_use import RungInUse
-from finetune_trainer.inference.optimization.rung_protocol import Substitute
+from finetune_trainer.inference.optimization.rung_protocol import ForwardPass
 from finetune_trainer.inference.optimization.rungs import FAMILIES
 from finetune_trainer.inference.runner import Means, weights_version
 from finetune_trainer.tasks.task_protocol import Labels
@@ -59,8 +59,8 @@ def plain_answerer(job: TrainerJob, model: PreTrainedModel, labels: Labels, enco
 
 def served_rung(
     answerer: Answerer, paths: JobPaths, version: object, judged: str | None = None
-) -> tuple[str, Substitute | None]:
-    """Return the rung of a server, and what replaces the model; None: the model computes. `judged`: rung to build in
+) -> tuple[str, ForwardPass | None]:
+    """Return the rung of a server, and its forward pass; None: the model's own. `judged`: rung to build in
     place of the requested `measured`. StageErrors of `choosing.choose`, with the endpoint's fields.
     """
     predict = answerer.job.predict
@@ -81,7 +81,7 @@ def served_rung(
 @contextmanager
 def judged_rung(
     job: TrainerJob, paths: JobPaths, model: PreTrainedModel, labels: Labels
-) -> Iterator[tuple[str | None, Substitute | None]]:
+) -> Iterator[tuple[str | None, ForwardPass | None]]:
     """Yield the rung that the evaluation computes with, and its forward pass; (None, None) if it does not request one.
 
     Converted models are temporary: a server on another machine converts again.
