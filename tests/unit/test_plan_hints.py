@@ -139,6 +139,18 @@ CASES: dict[str, Case] = {
         {**WRITES, **ON_ONE, "parallelism": {"strategy": "single"}, "training": {"globalBatchSize": 64}},
         {"hardware": parse_hardware("gpu=T4,hostMemory=256Gi"), "model": LLAMA},
     ),
+    "an adapter with the job's name": (
+        {
+            "training": None,
+            "model": {"uri": "hf://org/m"},
+            "endpoint": {"optimization": "none", "adapters": [{"name": "a", "uri": "pvc://tuned/adapter"}]},
+        },
+        {},
+    ),
+    "answers longer than the model": (
+        {**WRITES, "predict": {"dataset": {"uri": "hf://a/b"}}, "generation": {"maxNewTokens": 5000}},
+        {"hardware": GPUS, "model": LLAMA},
+    ),
     "a server does not fit into its memory": (
         {"training": None, "endpoint": {"resources": {"memory": "64Mi"}}, "resources": {"gpusPerNode": 0}},
         {},
@@ -200,6 +212,10 @@ BY_HAND: dict[str, tuple[dict[str, Any], str]] = {
     "servers without a cluster": ({"spec.evaluation": {}}, "which of the two is wanted"),
     "a job that costs too much": ({"spec.training.epochs": 0.01}, "how much training is enough"),
     "nodes without a price": ({"spec.resources.gpusPerNode": 0}, "which nodes the cluster has"),
+    "an adapter with the job's name": (
+        {"spec.endpoint.adapters": [{"name": "other", "uri": "pvc://tuned/adapter"}]},
+        "any other name",
+    ),
     "no launcher is served": ({}, "a right of the operator's, granted outside of the job"),
 }
 """Hints that no program can follow: edits by hand, and the knowledge that they take."""

@@ -1110,7 +1110,7 @@ def test_longer_answers_than_the_models_positions_are_refused():
         "spec.generation.maxNewTokens",
         "1024",
         "the model holds at most 512 tokens",
-        "set it to less than 512",
+        "set it to 511 or less",
     ) in (refused(writing))
     read = {"generation": {"maxNewTokens": 1024}, "task": "text-generation"}
     assert planned(read).trainer.generation.max_new_tokens == 1024

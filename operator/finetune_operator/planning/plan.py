@@ -224,7 +224,7 @@ def check_answers(draft: Draft) -> Draft:
         ("generation", "maxNewTokens"),
         asked,
         f"the model holds at most {limit} tokens",
-        f"set it to less than {limit}",
+        f"set it to {limit - 1} or less",
     )
 
 
