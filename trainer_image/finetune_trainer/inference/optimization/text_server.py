@@ -251,10 +251,10 @@ class TextServer:
 
     def _once(self, path: str, body: Mapping[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if key := os.environ.get(ENV_KEY):
-            headers["Authorization"] = f"Bearer {key}"
         content = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, content, headers)
+        if key := os.environ.get(ENV_KEY):  # for this server alone, not for one that it redirects to
+            request.add_unredirected_header("Authorization", f"Bearer {key}")
         try:
             with urllib.request.urlopen(request, timeout=READ_SECONDS) as answer:
                 return json.loads(answer.read())
