@@ -19,7 +19,6 @@ EMPTY = {
     ("job", "Completed"): "not running",
     ("job", "Time left"): "not running",
     ("job", "Last report"): "not running",
-    ("operator", "Full relists"): "No data",
 }
 """Panels without data in that run, as docs/metrics.md explains, and their text."""
 LARGEST_BYTES = 200_000

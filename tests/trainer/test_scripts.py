@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from finetune_contract.choices import Stage
-from finetune_contract.layout import SCRIPT_VARIABLES, FailureClass, JobPaths
+from finetune_contract.layout import EXIT_CODES, SCRIPT_VARIABLES, FailureClass, JobPaths
 from finetune_contract.report import KubeflowMetric, KubeflowStatus, KubeflowUpdate, Progress, TrainerReport
 from finetune_contract.trainer_job import Script, TrainerJob
 from finetune_trainer.failures import StageError
@@ -83,6 +83,11 @@ class Pods:
 
     def run(self, stage: Stage, *how: str, **environment: str) -> tuple[int, TrainerReport, str]:
         return self.end(self.start(stage, *how, **environment))
+
+    def evaluates(self, **settings: Any) -> None:
+        """Change the settings of the evaluation."""
+        evaluation = {"device": "cpu", "batch_tokens": 1024, **settings}
+        self.job = TrainerJob.model_validate({**self.job.model_dump(by_alias=True), "evaluation": evaluation})
 
     def well(self, stage: Stage, *how: str, **environment: str) -> TrainerReport:
         code, report, output = self.run(stage, *how, **environment)
@@ -162,8 +167,16 @@ def test_documented_program_trains_stops_resumes_and_is_measured(pods_of):
     assert {"loss", "runtime", "samples_per_second", "world_size", "seconds"} <= set(section)
     assert (section["epoch"], section["world_size"]) == (6.0, 2)
 
+    pods.evaluates(metrics=["accuracy", "samples_per_second"], gate={"metric": "epoch", "minimum": 6})
     evaluated = pods.well(Stage.EVALUATE)
     assert evaluated.metrics["evaluate"]["accuracy"] > 0.8
+    own = {name: evaluated.metrics["evaluate"][name] for name in ("samples_per_second", "epoch")}
+    assert own == {name: section[name] for name in own}
+    pods.evaluates(gate={"metric": "epoch", "minimum": 6.5})
+    code, report, output = pods.run(Stage.EVALUATE)
+    assert (code, report.failure.reason) == (EXIT_CODES[FailureClass.GATE_NOT_MET], "GateNotMet"), output
+    assert report.failure.message == ("epoch is 6.0000 as the program measured it; evaluation.gate.minimum is 6.5.")
+    assert json.loads(pods.paths.metrics.read_text())["evaluate"]["epoch"] == 6.0
 
 
 def test_every_rank_gets_its_place_its_arguments_and_its_folders(pods_of, tiny_model: Path, tiny_data: Path):

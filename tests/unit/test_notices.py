@@ -66,6 +66,18 @@ def test_tracker_that_writes_offline_gets_a_notice(trackers: str | list[str]) ->
     assert trained({}, arguments={"report_to": "tensorboard"}) == ""
 
 
+SCRIPT: dict[str, Any] = {"git": {"url": "https://github.com/a/b"}, "entryPoint": "train.py"}
+
+
+def test_metric_that_only_the_own_program_measures_gets_a_notice() -> None:
+    evaluation = {"metrics": ["accuracy", "f1_macro"], "gate": {"metric": "f1_macro", "minimum": 70}}
+    assert trained(evaluation, script=SCRIPT) == (
+        "spec.evaluation: f1_macro is not a metric of text-classification, so the program has to measure it, and write "
+        "it with Trainer.save_metrics"
+    )
+    assert trained({"metrics": ["accuracy"]}, script=SCRIPT) == ""
+
+
 UNUSUAL: dict[str, tuple[dict[str, Any], str]] = {
     "many epochs": ({"training": {"epochs": 1000}}, "spec.training.epochs: 1,000 epochs are unusually many"),
     "a large batch": ({"training": {"globalBatchSize": 5000}}, "spec.training.globalBatchSize: 5,000 rows per step"),

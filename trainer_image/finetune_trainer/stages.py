@@ -215,9 +215,28 @@ def _evaluate(given: StageInput) -> StageResult:
 
     _settle_gpus(given, given.job.evaluation)
     collection.begin_with_models()
-    job = _inference_job(given)
-    sections = evaluate(job, given.paths, given.progress, given.world)
+    if given.job.script is None:
+        sections = evaluate(given.job, given.paths, given.progress, given.world)
+    else:
+        sections = _evaluate_program(given)
     return StageResult(sections, {"metrics": given.paths.metrics.name})
+
+
+def _evaluate_program(given: StageInput) -> Mapping[str, Any]:
+    """Evaluate the model of a user's own program, with the metrics that only the program measures."""
+    from finetune_trainer.inference.evaluate import check_gate, evaluate
+    from finetune_trainer.reporting import merge_metrics
+    from finetune_trainer.scripts.own_metrics import own_metrics, without_own_metrics
+
+    own = own_metrics(given.job, given.paths)
+    job = _inference_job(replace(given, job=without_own_metrics(given.job)))
+    sections = evaluate(job, given.paths, given.progress, given.world)
+    if sections and own.values:
+        sections["evaluate"] |= own.values
+        merge_metrics(given.paths, sections)
+    if own.gate is not None:
+        check_gate(own.gate, own.values, "as the program measured it")
+    return sections
 
 
 def _predict(given: StageInput) -> StageResult:

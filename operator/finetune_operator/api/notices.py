@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pydantic import JsonValue
 
 from finetune_contract.choices import OptimizerName, Task
-from finetune_contract.metrics import GREATEST
+from finetune_contract.metrics import GREATEST, metrics_of
 from finetune_operator.api.copied import settle
 from finetune_operator.api.field_values import value_at
 from finetune_operator.api.quantities import parse_quantity
@@ -70,7 +70,7 @@ def notices(spec: FineTuneJobSpec) -> tuple[str, ...]:
     settled = settle(spec)
     more = len(settled.notes) - MOST_NOTICES
     rest = (f"{more} more settings are ignored or mapped to fields",) if more > 0 else ()
-    found = (_unusual, _of_gate, _of_servers, _of_stopping, _of_trackers)
+    found = (_unusual, _of_gate, _of_own_metrics, _of_servers, _of_stopping, _of_trackers)
     return (*settled.notes[:MOST_NOTICES], *rest, *(each for kind in found for each in kind(settled.spec)))
 
 
@@ -97,6 +97,20 @@ def _of_gate(spec: FineTuneJobSpec) -> Iterator[str]:
         yield (
             f"spec.evaluation.gate.minimum: {minimum:g} is met by nearly every model, as {gate.metric} is 0 to "
             f"{PERCENT:g}; write {PERCENT * minimum:g} for {minimum:.0%}"
+        )
+
+
+def _of_own_metrics(spec: FineTuneJobSpec) -> Iterator[str]:
+    """Yield metrics that only the user's own program can measure: another name for the task's may be meant."""
+    evaluation = spec.evaluation
+    if spec.script is None or evaluation is None:
+        return
+    gate = evaluation.gate
+    named = [*(() if gate is None else [gate.metric]), *(() if evaluation.metrics == "auto" else evaluation.metrics)]
+    for name in dict.fromkeys(each for each in named if each not in metrics_of(spec.task)):
+        yield (
+            f"spec.evaluation: {name} is not a metric of {spec.task}, so the program has to measure it, and write it "
+            "with Trainer.save_metrics"
         )
 
 

@@ -66,7 +66,7 @@ def evaluate(
     write_samples(paths, _samples(job, task, split, answers))
     write_confusion(paths, task.confusion(answers, split))
     if job.evaluation and job.evaluation.gate:
-        _check_gate(job.evaluation.gate, measured, split.role)
+        check_gate(job.evaluation.gate, measured, f"on the {split.role} split")
     return sections
 
 
@@ -114,7 +114,8 @@ def _wanted(job: TrainerJob, available: Sequence[str]) -> list[str]:
     return [name for name in available if name in requested or name == gate]
 
 
-def _check_gate(gate: Gate, measured: Mapping[str, float], role: str) -> None:
+def check_gate(gate: Gate, measured: Mapping[str, float], where: str) -> None:
+    """Raise StageError GATE_NOT_MET if the metric of the gate is beyond its limit; `where`: end of "0.8 ..."."""
     value = measured[gate.metric]
     match not_met(gate, value):
         case "minimum":
@@ -126,7 +127,7 @@ def _check_gate(gate: Gate, measured: Mapping[str, float], role: str) -> None:
     raise StageError(
         FailureClass.GATE_NOT_MET,
         "GateNotMet",
-        f"{gate.metric} is {value:.4f} on the {role} split; evaluation.gate.{limit}.",
+        f"{gate.metric} is {value:.4f} {where}; evaluation.gate.{limit}.",
         f"Train longer or on better data, or {change}. The model and the metrics are kept.",
     )
 

@@ -36,8 +36,8 @@ def _watched(spec: FineTuneJobSpec) -> str | None:
 
 
 def _unknown_metrics(spec: FineTuneJobSpec) -> tuple[str, ...]:
-    """Return names in spec.evaluation.metrics that the task does not have."""
-    if spec.evaluation is None or spec.evaluation.metrics == "auto":
+    """Return names in spec.evaluation.metrics that neither the task has nor a program of the user's may have."""
+    if spec.evaluation is None or spec.evaluation.metrics == "auto" or spec.script is not None:
         return ()
     return tuple(name for name in spec.evaluation.metrics if name not in metrics_of(spec.task))
 
@@ -51,7 +51,7 @@ _OTHER_METRIC_NAMES: Mapping[str, str] = {
 """Common name of a metric -> its name in Hugging Face's `evaluate`."""
 
 
-def _near(name: str, known: Sequence[str]) -> str | None:
+def near_metric(name: str, known: Sequence[str]) -> str | None:
     """Return the task's metric that an unknown name means: `eval_accuracy`, `f1_macro` and the like."""
     names = {each.lower(): each for each in known}
     bare = name.lower().removeprefix("eval_").replace("-", "_")
@@ -65,7 +65,7 @@ _FAMILIES: Mapping[str, tuple[str, ...]] = {"rouge": ("rouge1", "rouge2", "rouge
 
 
 def _metric_advice(name: str, task: Task, known: Sequence[str]) -> str:
-    near = _near(name, known)
+    near = near_metric(name, known)
     question = "" if near is None else f"did you mean {near}? "
     return f"{question}{task} has {', '.join(known)}"
 
@@ -74,14 +74,14 @@ def _meant_metrics(spec: FineTuneJobSpec) -> tuple[str, ...]:
     """Return the task's metrics that spec.evaluation.metrics means."""
     known = metrics_of(spec.task)
     named = known if spec.evaluation is None or spec.evaluation.metrics == "auto" else spec.evaluation.metrics
-    return tuple(near for name in named if (near := _near(name, known)) is not None)
+    return tuple(near for name in named if (near := near_metric(name, known)) is not None)
 
 
 def _gate_metric_advice(spec: FineTuneJobSpec) -> str:
     """Return the metric that a gate means, and the minimum that it then needs."""
     gate, task = _gate_of(spec), spec.task
     advice = _metric_advice(gate.metric, task, metrics_of(task))
-    near = _near(gate.metric, metrics_of(task))
+    near = near_metric(gate.metric, metrics_of(task))
     if near not in (None, LOSS, *_meant_metrics(spec)):
         advice = f"{advice}; add {near} to spec.evaluation.metrics"
     most = None if near is None else GREATEST.get(near)
@@ -95,7 +95,7 @@ def _gate_metric_advice(spec: FineTuneJobSpec) -> str:
 
 def _metrics_advice(spec: FineTuneJobSpec) -> str:
     known = metrics_of(spec.task)
-    found = {name: _near(name, known) for name in _unknown_metrics(spec)}
+    found = {name: near_metric(name, known) for name in _unknown_metrics(spec)}
     shown = {name: describe_value(name, limit=40).replace('"', "'") for name in found}
     several = {name: [each for each in _FAMILIES.get(name.lower(), ()) if each in known] for name in found}
     edits = [
@@ -111,7 +111,7 @@ def _metrics_advice(spec: FineTuneJobSpec) -> str:
 def _limit_advice(spec: FineTuneJobSpec) -> str:
     """Return which of the two limits the metric takes, or the one that it means."""
     gate = _gate_of(spec)
-    metric = _near(gate.metric, metrics_of(spec.task))
+    metric = near_metric(gate.metric, metrics_of(spec.task))
     if metric is None:
         return _EITHER_LIMIT
     right, other = ("maximum", "minimum") if metric in LOWER_IS_BETTER else ("minimum", "maximum")
@@ -206,8 +206,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "gate-metric-is-of-the-task",
         "evaluation.gate.metric",
-        _metric_cel("evaluation.gate", metrics_of),
-        lambda spec: (gate := _gate(spec)) is None or gate.metric in metrics_of(spec.task),
+        f"(has(self.training) && has(self.training.script)) || {_metric_cel('evaluation.gate', metrics_of)}",
+        lambda spec: (gate := _gate(spec)) is None or spec.script is not None or gate.metric in metrics_of(spec.task),
         "must be a metric of spec.task, or loss",
         "name one of them",
         advice=_gate_metric_advice,
