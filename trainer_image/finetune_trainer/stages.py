@@ -222,7 +222,7 @@ def _evaluate(given: StageInput) -> StageResult:
     return StageResult(sections, {"metrics": given.paths.metrics.name})
 
 
-def _evaluate_program(given: StageInput) -> Mapping[str, Any]:
+def _evaluate_program(given: StageInput) -> dict[str, Any]:
     """Evaluate the model of a user's own program, with the metrics that only the program measures."""
     from finetune_trainer.inference.evaluate import check_gate, evaluate
     from finetune_trainer.reporting import merge_metrics
