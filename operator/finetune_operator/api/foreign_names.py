@@ -241,10 +241,13 @@ _CLAIM_PATHS = frozenset({"path", "subpath", "folder", "dir", "directory", "file
 
 
 def _claim(block: str) -> Callable[[JsonValue, Mapping[str, JsonValue]], Mapping[str, JsonValue]]:
-    """Return a function that converts a claim, with a path beside it, into the URI of a block."""
+    """Return a function that converts a claim, with a path beside or below it, into the URI of a block."""
 
     def write(given: JsonValue, beside: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
-        claim = next((each for name, each in beside.items() if plain(name) in _CLAIM_NAMES), None)
+        names = _CLAIM_NAMES
+        if isinstance(given, dict):
+            beside, names = given, names | {"name"}
+        claim = next((each for name, each in beside.items() if plain(name) in names), None)
         if not isinstance(claim, str) or not re.fullmatch(r"[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?", claim):
             return {}
         path = next((each for name, each in beside.items() if plain(name) in _CLAIM_PATHS), "")
@@ -333,6 +336,19 @@ def _tracker_settings(tracker: str) -> Callable[[JsonValue], Mapping[str, JsonVa
         if not variables:
             return {}
         return {f"{_ARGUMENTS}.report_to": [tracker], "spec.template.env": variables}
+
+    return write
+
+
+def _key_variable(variable: str) -> Callable[[JsonValue], Mapping[str, JsonValue]]:
+    """Return a function that converts name and key of a Secret into a variable of the pods."""
+
+    def write(given: JsonValue) -> Mapping[str, JsonValue]:
+        match given:
+            case {"name": str(name), "key": str(key)}:
+                reference: JsonValue = {"secretKeyRef": {"name": name, "key": key}}
+                return {"spec.template.env": [{"name": variable, "valueFrom": reference}]}
+        return {}
 
     return write
 
@@ -1183,6 +1199,19 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(
         ("huggingface", "hf", "hub", "hugging_face", "token", "hf_secret", "hub_secret", "name"), KUBERNETES,
         "spec.secrets.hubToken.name", under=("secrets",),
+    ),
+    *(
+        ForeignName(
+            names, KUBERNETES, "spec.template.env",
+            f"a variable {variable}, with valueFrom.secretKeyRef", under=("secrets",), same=False,
+            writes=_key_variable(variable),
+        )
+        for names, variable in (
+            (("wandb", "wandb_api_key", "wandb_key", "wandb_token", "wandb_secret"), "WANDB_API_KEY"),
+            (("mlflow_token", "mlflow_tracking_token"), "MLFLOW_TRACKING_TOKEN"),
+            (("databricks", "databricks_token"), "DATABRICKS_TOKEN"),
+            (("openai", "openai_api_key", "vllm_api_key"), "OPENAI_API_KEY"),
+        )
     ),
     ForeignName(("key", "secret_key"), KUBERNETES, "spec.secrets.hubToken.key", under=("secrets",)),
     ForeignName(

@@ -430,7 +430,8 @@ def _of_variables(converted: Mapping[str, JsonValue]) -> str:
     if uri.startswith("databricks"):
         return "; add DATABRICKS_HOST and DATABRICKS_TOKEN"
     if any(str(name).startswith("WANDB_") for name in given) and "WANDB_MODE" not in given:
-        return "; offline unless WANDB_MODE is online and WANDB_API_KEY is set"
+        key = "" if "WANDB_API_KEY" in given else " and WANDB_API_KEY is set"
+        return f"; offline unless WANDB_MODE is online{key}"
     return ""
 
 
