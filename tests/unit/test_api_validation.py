@@ -399,7 +399,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.training.arguments.learning_rate", "Forbidden", "is set by spec.training.learningRate"),
         ("spec.training.arguments.adam_beta", "Unknown", "Did you mean adam_beta2?"),
         ("spec.training.arguments.adam_beta2", "Invalid", "write numbers and booleans without quotes"),
-        ("spec.training.arguments.output_dir", "Forbidden", "has no effect: the trainer handles this itself"),
+        ("spec.training.arguments.ddp_backend", "Forbidden", "has no effect: the trainer handles this itself"),
         ("spec.training.arguments.report_to", "Invalid", "must be one or a list of tensorboard, mlflow, wandb"),
         ("spec.training.arguments.train_sampling_strategy", "Invalid", "must be one of random, group_by_length"),
     ],

@@ -81,6 +81,7 @@ COPIED: tuple[Copied, ...] = (
     ),
     Copied(ARGUMENTS, ("overwrite_output_dir", "save_safetensors", "remove_unused_columns"),
            "the trainer handles this itself"),
+    Copied(ARGUMENTS, ("output_dir",), "results are in runs/NAME, and in a cluster in spec.storage.workspace"),
     Copied(ARGUMENTS, ("dataloader_drop_last",), "an incomplete last batch is dropped",
            harmless=lambda given: given is True, when="true"),
     Copied(ARGUMENTS, ("do_train", "do_eval"), "spec.training always trains and validates",

@@ -132,12 +132,15 @@ def names_reference() -> str:
 
 def _training_arguments() -> Iterator[str]:
     """Yield a section that lists which fields of TrainingArguments a job may set."""
-    rest = sorted(known_arguments().keys() - FREE - OWNED_BY_PLAN.keys())
+    ignored = {
+        name for row in COPIED if row.block == ARGUMENTS and row.field is None and not row.when for name in row.names
+    }
+    rest = sorted(known_arguments().keys() - FREE - OWNED_BY_PLAN.keys() - ignored)
     yield from ("## Fields of transformers.TrainingArguments", "")
     yield from ("`spec.training.arguments` accepts these fields:", "", f"{_codes(sorted(FREE))}.", "")
     yield from ("These are refused, because a field of the job decides them:", "", "| Field | Set |", "|---|---|")
     yield from (f"| `{name}` | `spec.{field}` |" for name, field in OWNED_BY_PLAN.items())
-    yield from ("", "These are refused, because the trainer itself controls their effect:", "")
+    yield from ("", "These are refused but for the values above, because the trainer itself controls their effect:", "")
     yield f"{_codes(rest)}."
 
 
