@@ -27,8 +27,10 @@ EVERY, HOLDS_AT, STEPS = 5, 14, 16
 """The first attempt waits with two checkpoints until it is killed; the second one does not get so far."""
 
 
-KUBELET_STARTS = b"setpriv\0"
-"""Prefix of the box's kubelet's command line when it starts a container, with the environment for a moment."""
+KUBELET_STARTS = (b"setpriv\0", b"env\0-i\0")
+"""Prefixes of the command lines by which the kubelet of the box starts a container, with the environment for a moment:
+`setpriv` becomes `env`, and that the container's program.
+"""
 
 
 @contextmanager

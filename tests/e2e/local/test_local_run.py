@@ -206,13 +206,16 @@ def test_ctrl_c_keeps_the_parts_of_all_processes(
     descendants = run.descendants()
     for process in descendants:
         process.suspend()
-    started = [process.cmdline()[1:4] for process in descendants]
-    assert started.count(["-m", "finetune_trainer", "predict"]) == 2, started
+    started = {process.pid: process.cmdline()[1:4] for process in descendants}
+    workers = [each for each in descendants if started[each.pid] == ["-m", "finetune_trainer", "predict"]]
+    assert len(workers) == 2, started
     kept = finished_parts(state)
     run.process.send_signal(signal.SIGINT)
-    for process in descendants[:1]:  # the launcher forwards it
-        run.wait_until(lambda process=process: waits_for(process.pid, signal.SIGTERM))
-    for process in descendants:
+    # The launcher's processes forward it: the workers go on with the signal, before they can answer the last rows.
+    run.wait_until(lambda: waits_for(descendants[0].pid, signal.SIGTERM))
+    for process in (*(each for each in descendants if each not in workers), *workers):
+        if process in workers:
+            run.wait_until(lambda process=process: waits_for(process.pid, signal.SIGTERM))
         process.resume()
     code, out, err = run.end()
     assert (code, out) == (130, "")
