@@ -11,7 +11,7 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import EXIT_CODES, FailureClass, retryable
 from finetune_contract.report import FailureReport, TrainerReport
 from finetune_operator.api.types import FailureStatus
-from finetune_operator.reconcile.failure_diagnosis import first_cause, on_node_lost
+from finetune_operator.reconcile.failure_diagnosis import first_cause, on_node_lost, without_report
 from finetune_operator.reconcile.reconcile_types import ChildView, Ended, ObjectRef, PodView
 from finetune_operator.reconcile.remedies import REMEDIES, OperatorCause, Remedy
 from reconcile_world import World, through
@@ -394,6 +394,23 @@ def test_failure_has_the_log_read_before_all_pods_were_deleted():
         found.to_failure_status(Stage.TRAIN, 1, (("pod-0", "step 28\n"), ("pod-1", "step 27\n"))).log_tail == "step 28"
     )
     assert found.to_failure_status(Stage.TRAIN, 1, (("pod-1", "step 27\n"),)).log_tail == "==> pod-1 <==\nstep 27"
+
+
+@pytest.mark.parametrize(
+    ("ended_pod", "cause"),
+    [
+        (pod(0, phase="Running", deleted=True, deleting_since=after(10)), FailureClass.PREEMPTED),
+        (pod(0, phase="Succeeded", ended=ended(0, 12), deleting_since=after(10)), FailureClass.PREEMPTED),
+        (pod(0, phase="Succeeded", ended=ended(0, 12), deleting_since=after(20)), OperatorCause.NO_REPORT),
+        (pod(0, phase="Succeeded", ended=ended(0, 12)), OperatorCause.NO_REPORT),
+        (pod(1, phase="Running", deleted=True, deleting_since=after(10)), OperatorCause.NO_REPORT),
+    ],
+    ids=["gone while it ran", "deleted before its end", "deleted after its end", "not deleted", "another rank's pod"],
+)
+def test_report_lost_with_a_deleted_pod_counts_no_restart(ended_pod: PodView, cause: FailureClass | OperatorCause):
+    found = without_report((ended_pod,))
+    assert found.cause is cause
+    assert (REMEDIES[found.cause] is Remedy.FREE) == (cause is FailureClass.PREEMPTED)
 
 
 def test_empty_log_is_replaced_by_the_named_logs_of_other_pods():

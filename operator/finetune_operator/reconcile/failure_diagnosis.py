@@ -302,14 +302,28 @@ def _by_code(code: int, where: str, pod: PodView | None) -> Cause:
     return Cause(cause, exit.reason, exit.message, _HINTS.get(cause, _SEE_LOG), pod)
 
 
+def _deleted_before_its_end(pod: PodView) -> bool:
+    """Return True if somebody deleted a running pod: its last state, with the report, can be lost with it."""
+    if pod.ended is None:
+        return pod.deleted or pod.deleting_since is not None
+    return pod.deleting_since is not None and pod.deleting_since.timestamp() <= _end(pod)[0]
+
+
 def _no_report(pod: PodView | None) -> Cause:
+    if pod is not None and _deleted_before_its_end(pod):
+        return Cause(
+            FailureClass.PREEMPTED,
+            "PodDeleted",
+            f"Pod {pod.name} was deleted, and not by the operator; its report was lost with it.",
+            f"{_HINTS[FailureClass.PREEMPTED]} To pause a job, set runPolicy.suspend.",
+            pod,
+        )
     exit = of_exit(EXIT_OK, subject="The process" if pod is None else f"The process in pod {pod.name}")
     return Cause(
         OperatorCause.NO_REPORT,
         exit.reason,
         exit.message,
-        "The process may have exited early, e.g. by os._exit in a library, or its pod was deleted before the report "
-        "could be read; see the log.",
+        "The process may have exited early, e.g. by os._exit in a library; see the log.",
         pod,
     )
 
