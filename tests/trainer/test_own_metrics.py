@@ -36,19 +36,19 @@ def paths(tmp_path: Path) -> JobPaths:
 
 
 def test_metrics_of_the_program_are_found_with_the_prefix_of_their_split(paths: JobPaths) -> None:
-    asked = job(metrics=["accuracy", "f1_macro", "bleurt"], gate={"metric": "f1_macro", "minimum": 70})
-    found = own_metrics(asked, paths)
+    given = job(metrics=["accuracy", "f1_macro", "bleurt"], gate={"metric": "f1_macro", "minimum": 70})
+    found = own_metrics(given, paths)
     assert found.values == {"f1_macro": 71.5, "bleurt": 0.4}
-    assert found.gate == asked.evaluation.gate
-    left = without_own_metrics(asked).evaluation
+    assert found.gate == given.evaluation.gate
+    left = without_own_metrics(given).evaluation
     assert (left.metrics, left.gate) == (("accuracy",), None)
 
 
 def test_metrics_of_the_task_are_not_those_of_the_program(paths: JobPaths) -> None:
-    asked = job(metrics=["accuracy", "loss"], gate={"metric": "loss", "maximum": 0.5})
-    assert own_metrics(asked, paths).values == {}
-    assert own_metrics(asked, paths).gate is None
-    assert without_own_metrics(asked) == asked
+    given = job(metrics=["accuracy", "loss"], gate={"metric": "loss", "maximum": 0.5})
+    assert own_metrics(given, paths).values == {}
+    assert own_metrics(given, paths).gate is None
+    assert without_own_metrics(given) == given
 
 
 @pytest.mark.parametrize(
