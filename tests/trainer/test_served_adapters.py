@@ -15,6 +15,7 @@ from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError
 from finetune_trainer.serving.serving_engine import ServingEngine
 from suite_plugins.patience import patient
+from suite_plugins.waiting import wait_until
 from trainer_support.served import Served, served
 from trainer_support.tasks import write_decoder
 
@@ -171,15 +172,20 @@ def test_unknown_model_is_answered_404_and_no_name_means_the_base(classifiers: C
 def test_metrics_and_log_carry_the_model(classifiers: Classifiers, caplog: pytest.LogCaptureFixture) -> None:
     import logging
 
+    def logged() -> list[str | None]:
+        """Return the models of the access log, whose line can follow the answer; other libraries log as well."""
+        lines = [each.getMessage() for each in caplog.records if each.name == "finetune_trainer.access"]
+        return [json.loads(line).get("model") for line in lines]
+
     with caplog.at_level(logging.INFO, logger="finetune_trainer.access"):
         assert classifiers.server.request("/models/dora", {"inputs": "a"}).code == 200
+        wait_until(lambda: "dora" in logged(), "the request is in the log")
 
     text = classifiers.server.request("/metrics").content.decode()
     assert 'finetune_serving_requests_total{code="200",model="dora",path="/models/{name}"}' in text
     assert 'finetune_serving_tokens_total{model="dora"}' in text
     infos = [line for line in text.splitlines() if line.startswith("finetune_serving_model_info")]
     assert [line.split('model="')[1].split('"')[0] for line in infos] == ["base", *KINDS]
-    assert json.loads(caplog.records[-1].getMessage())["model"] == "dora"
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
