@@ -15,7 +15,7 @@ from finetune_contract.metrics import GREATEST, metrics_of
 from finetune_operator.api.copied import settle
 from finetune_operator.api.field_values import value_at
 from finetune_operator.api.quantities import parse_quantity
-from finetune_operator.api.types import FineTuneJobSpec
+from finetune_operator.api.types import EvaluationSpec, FineTuneJobSpec
 
 HIGH_RATES: Mapping[OptimizerName, float] = {"adamw": 0.01, "adafactor": 0.1, "sgd": 1.0}
 """Learning rates above which fine-tuning diverges. AdamW moves each weight by about the rate in a step: published
@@ -100,14 +100,18 @@ def _of_gate(spec: FineTuneJobSpec) -> Iterator[str]:
         )
 
 
+def _named(evaluation: EvaluationSpec) -> list[str]:
+    """Return the metrics that an evaluation names, that of its gate first."""
+    gate, metrics = evaluation.gate, evaluation.metrics
+    return [*(() if gate is None else [gate.metric]), *(() if metrics == "auto" else metrics)]
+
+
 def _of_own_metrics(spec: FineTuneJobSpec) -> Iterator[str]:
     """Yield metrics that only the user's own program can measure: another name for the task's may be meant."""
     evaluation = spec.evaluation
     if spec.script is None or evaluation is None:
         return
-    gate = evaluation.gate
-    named = [*(() if gate is None else [gate.metric]), *(() if evaluation.metrics == "auto" else evaluation.metrics)]
-    for name in dict.fromkeys(each for each in named if each not in metrics_of(spec.task)):
+    for name in dict.fromkeys(each for each in _named(evaluation) if each not in metrics_of(spec.task)):
         yield (
             f"spec.evaluation: {name} is not a metric of {spec.task}, so the program has to measure it, and write it "
             "with Trainer.save_metrics"
@@ -142,8 +146,7 @@ def _of_stopping(spec: FineTuneJobSpec) -> Iterator[str]:
     stopping = None if spec.training is None else spec.training.early_stopping
     if stopping is None or spec.evaluation is None or "metric" in stopping.model_fields_set:
         return
-    gate, metrics = spec.evaluation.gate, spec.evaluation.metrics
-    named = [*([] if gate is None else [gate.metric]), *(() if metrics == "auto" else metrics)]
+    named = _named(spec.evaluation)
     if named and "loss" not in named:
         yield (
             f"spec.training.earlyStopping has no metric, so training stops by the loss; to stop by {named[0]}, set its "

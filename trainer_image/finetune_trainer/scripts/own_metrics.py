@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.metrics import metrics_of
-from finetune_contract.trainer_job import Evaluation, Gate, TrainerJob
+from finetune_contract.trainer_job import Gate, TrainerJob
 from finetune_trainer.failures import StageError
 
 _PREFIXES = ("", "eval_", "test_")
@@ -62,12 +62,12 @@ def own_metrics(job: TrainerJob, paths: JobPaths) -> OwnMetrics:
 
 
 def _names(job: TrainerJob) -> Sequence[str]:
-    return () if job.evaluation is None else tuple(_named(job.evaluation, metrics_of(job.task)))
-
-
-def _named(evaluation: Evaluation, known: Sequence[str]) -> dict[str, None]:
-    named = [*(evaluation.metrics or ()), *([] if evaluation.gate is None else [evaluation.gate.metric])]
-    return dict.fromkeys(name for name in named if name not in known)
+    """Return the metrics that the evaluation names and the job's task does not have, each once."""
+    if job.evaluation is None:
+        return ()
+    gate, known = job.evaluation.gate, metrics_of(job.task)
+    named = [*(job.evaluation.metrics or ()), *(() if gate is None else [gate.metric])]
+    return tuple(dict.fromkeys(name for name in named if name not in known))
 
 
 def _written(paths: JobPaths) -> dict[str, float]:
