@@ -93,6 +93,10 @@ def _deleted(
     if not preemption_reported and since.timestamp() + 1 > first_failure:
         return None
     detail = next((f" {failure.message}" for reporting_pod, failure in reports if reporting_pod is pod), "")
+    return _pod_deleted(pod, detail)
+
+
+def _pod_deleted(pod: PodView, detail: str) -> Cause:
     return Cause(
         FailureClass.PREEMPTED,
         "PodDeleted",
@@ -311,13 +315,7 @@ def _deleted_before_its_end(pod: PodView) -> bool:
 
 def _no_report(pod: PodView | None) -> Cause:
     if pod is not None and _deleted_before_its_end(pod):
-        return Cause(
-            FailureClass.PREEMPTED,
-            "PodDeleted",
-            f"Pod {pod.name} was deleted, and not by the operator; its report was lost with it.",
-            f"{_HINTS[FailureClass.PREEMPTED]} To pause a job, set runPolicy.suspend.",
-            pod,
-        )
+        return _pod_deleted(pod, " Its report was lost with it.")
     exit = of_exit(EXIT_OK, subject="The process" if pod is None else f"The process in pod {pod.name}")
     return Cause(
         OperatorCause.NO_REPORT,
