@@ -13,6 +13,10 @@ from mending import job_document
 
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "a share in per cent": ({"training": {"warmupSteps": "10%"}}, "training.warmupSteps", "write 0.1"),
+    "an adapter without a URI, which is not of the Hub": (
+        {"training": None, "endpoint": {"adapters": [{"name": "a"}]}}, "endpoint.adapters[0].uri",
+        "set it to a URI that begins with file:// or pvc://, e.g. pvc://claim/path",
+    ),
     "thousands": ({"training": {"maxSteps": "2k"}}, "training.maxSteps", "write 2000"),
     "a minus sign of a word processor": (
         {"training": {"learningRate": "2e\u22125"}}, "training.learningRate", "write 2e-05",

@@ -509,6 +509,9 @@ def _only_accepting_field(fields: Mapping[str, Shape], value: JsonValue) -> str 
     return accepting[0] if len(accepting) == 1 or "steps" in accepting[:1] else None
 
 
+_EXAMPLES = ("hf://org/name", "pvc://claim/path", "file:///path")
+
+
 def missing(shape: Shape, path: Sequence[PathPart], schemes: Sequence[str] | None) -> str:
     """Return the hint for a missing required field."""
     shape = served(shape, path)
@@ -520,7 +523,8 @@ def missing(shape: Shape, path: Sequence[PathPart], schemes: Sequence[str] | Non
         return f"write it with {' and '.join(needed)} below it{example}"
     if is_uri(shape):
         prefixes = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
-        return f"set it to a URI that begins with {listed(prefixes)}, e.g. hf://org/name"
+        example = next((each for each in _EXAMPLES if each.startswith(tuple(prefixes))), "")
+        return f"set it to a URI that begins with {listed(prefixes)}" + (f", e.g. {example}" if example else "")
     meaning = shape.description.removesuffix("Required.").strip().removesuffix(".")
     begin = meaning[:1] if meaning[1:2].isupper() else meaning[:1].lower()
     return f"set it: {begin}{meaning[1:]}" if meaning else f"set it to {sentence(shape)}"
