@@ -235,6 +235,18 @@ def test_an_image_is_named_by(case: str) -> None:
     assert settings_of(trainer).defaults.image == image.replace("operator", "trainer")
 
 
+@pytest.mark.parametrize(
+    ("values", "image"),
+    [
+        pytest.param({}, VLLM_IMAGE, id="nothing"),
+        pytest.param({"global": {"imageRegistry": "b.example.com:5000"}}, f"b.example.com:5000/{VLLM_IMAGE}", id="all"),
+        pytest.param({"vllm": {"image": {"tag": "v1"}}}, "vllm/vllm-openai:v1", id="a tag"),
+    ],
+)
+def test_image_of_vllm_is_named_by(values: Object, image: str) -> None:
+    assert settings_of(render(values)).defaults.vllm_image == image
+
+
 # ----------------------------------------------------------------------------------------------------------- namespaces
 
 

@@ -88,6 +88,12 @@ def test_gpus_divide_the_attention_heads() -> None:
     assert {gpu: servers(made)[1].gpus for gpu, made in by_gpu.items()} == {"H100": 2, "L4": 6}
 
 
+def test_server_of_an_unknown_model_takes_all_gpus_of_a_node() -> None:
+    made = served(None, resources={"gpusPerNode": 4})
+    assert servers(made)[1].gpus == 4
+    assert any("all of spec.resources.gpusPerNode, as the model is not known" in reason for reason in made.reasons)
+
+
 def test_plan_reports_weights_and_the_room_for_keys_and_values() -> None:
     made = served(LLAMA_8B)
     [reason] = [text for text in made.reasons if "vLLM's own" in text]

@@ -13,6 +13,7 @@ from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import Stage
 from finetune_operator.api.types import EndpointSpec
 from finetune_operator.launchers.vllm_facts import ADAPTER_RANKS, VLLM_KEY
+from finetune_operator.planning.assumed_facts import is_well_known
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.plan_types import VllmServer
 
@@ -64,11 +65,9 @@ def choose_vllm(draft: Draft, endpoint: EndpointSpec) -> tuple[Draft, VllmServer
         top_p=draft.spec.generation.top_p,
     )
     draft = _checked_gpus(draft, endpoint, server.gpus)
-    memory = _memory(draft, endpoint, server.gpus)
     draft = draft.because(
-        f"each server is vLLM's own, in bf16 on {server.gpus} GPU{'s' * (server.gpus > 1)}: the weights take "
-        f"{human_bytes(memory.weights)} of {human_bytes(memory.there)}, which leaves keys and values of about "
-        f"{max(0, memory.tokens):,} tokens; vLLM measures the exact number (spec.endpoint.optimization is vllm)"
+        f"each server is vLLM's own, in bf16 on {server.gpus} GPU{'s' * (server.gpus > 1)}: "
+        f"{_room(draft, endpoint, server.gpus)} (spec.endpoint.optimization is vllm)"
     )
     return _with_gate_reason(draft), server
 
@@ -126,6 +125,23 @@ def _checked_gpus(draft: Draft, endpoint: EndpointSpec, gpus: int) -> Draft:
     return draft.refusing(("endpoint", larger), servers, rule, hint, "Forbidden")
 
 
+def _is_known(draft: Draft) -> bool:
+    """Return whether the model's shape is known, at least by its name."""
+    return draft.model_known or is_well_known(draft.spec.model.uri)
+
+
+def _room(draft: Draft, endpoint: EndpointSpec, gpus: int) -> str:
+    """Describe what the weights leave for keys and values."""
+    if not _is_known(draft):
+        return "all of spec.resources.gpusPerNode, as the model is not known; vLLM ends if it does not fit them"
+    memory = _memory(draft, endpoint, gpus)
+    each = " of each" if gpus > 1 else ""
+    return (
+        f"the weights take {human_bytes(memory.weights)} of {human_bytes(memory.there)}{each}, which leaves keys and "
+        f"values of about {max(0, memory.tokens):,} tokens; vLLM measures the exact number"
+    )
+
+
 def _with_gate_reason(draft: Draft) -> Draft:
     evaluation = draft.spec.evaluation
     if evaluation is None or evaluation.gate is None or Stage.EVALUATE not in draft.stages:
@@ -137,10 +153,12 @@ def _with_gate_reason(draft: Draft) -> Draft:
 
 
 def _gpus(draft: Draft, endpoint: EndpointSpec) -> int:
-    """Return the least GPUs of a node that hold the model and `CONCURRENT_ROWS`, or the most that can divide it. Each
-    has whole attention heads (`vllm/config/model.py`, `verify_with_parallel_config`), and whole key and value heads or
-    copies of one.
+    """Return the least GPUs of a node that hold the model and `CONCURRENT_ROWS`, or the most that can divide it; all of
+    them if the model is not known. Each has whole attention heads (`vllm/config/model.py`,
+    `verify_with_parallel_config`), and whole key and value heads or copies of one.
     """
+    if not _is_known(draft):
+        return max(1, draft.gpus_per_node)
     heads, pairs = draft.model.attention_heads, draft.model.key_value_heads or draft.model.attention_heads
     counts = [
         count
