@@ -24,6 +24,7 @@ from chart_rendering import (
     without_tests,
 )
 from finetune_operator.api.crd import crd
+from finetune_operator.api.settings import VLLM_IMAGE
 from finetune_operator.api.settings_check import check_settings
 from finetune_operator.cli.images import pulled_images, read_values
 from finetune_operator.documents import read_documents
