@@ -449,6 +449,7 @@ def test_the_set_of_everything_leaves_few_values_out() -> None:
         "watchNamespaces", "rbac.create", "rbac.tokenReview", "rbac.nodes", "serviceAccount.create", "crds.install",
         "tests.enabled",
         "podDisruptionBudget.enabled", "networkPolicy.enabled", "trainer.image.registry", "trainer.image.digest",
+        "vllm.image.registry", "vllm.image.digest",
         "webhook.certManager.enabled", "webhook.certManager.issuerRef",
     }  # fmt: skip
 
@@ -585,4 +586,5 @@ def test_the_images_are_those_that_finetune_images_lists(name: str) -> None:
     pods += [each["spec"]["template"]["spec"] for each in found if each["kind"] == "Deployment"]
     pulled = {container["image"] for pod in pods for container in pod["containers"]}
     listed = pulled_images(read_values(Path(__file__).parent / "values" / f"{name}.yaml"))
-    assert {each.target for each in listed} == pulled | {settings_of(found).defaults.image}
+    defaults = settings_of(found).defaults
+    assert {each.target for each in listed} == pulled | {defaults.image, defaults.vllm_image}
