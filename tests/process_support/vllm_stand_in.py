@@ -44,9 +44,9 @@ def options(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def application(asked: argparse.Namespace) -> FastAPI:
+def application(parsed: argparse.Namespace) -> FastAPI:
     app, key = FastAPI(), os.environ.get("VLLM_API_KEY")
-    names = [asked.served_model_name, *(name for name, _ in asked.lora_modules)]
+    names = [parsed.served_model_name, *(name for name, _ in parsed.lora_modules)]
 
     @app.middleware("http")
     async def authenticate(request: Request, call_next: Any) -> Response:
@@ -74,17 +74,17 @@ def application(asked: argparse.Namespace) -> FastAPI:
         body = await request.json()
         if body.get("model") not in names:
             return JSONResponse({"error": "no such model"}, 404)
-        return {"model": body["model"], "choices": [{"text": "", "temperature": asked.override_generation_config}]}
+        return {"model": body["model"], "choices": [{"text": "", "temperature": parsed.override_generation_config}]}
 
-    for middleware in asked.middleware:
+    for middleware in parsed.middleware:
         module, _, name = middleware.rpartition(".")
         app.add_middleware(getattr(importlib.import_module(module), name))
     return app
 
 
 def main(argv: list[str]) -> None:
-    asked = options(argv)
-    for place in (asked.model_tag, *(path for _, path in asked.lora_modules)):
+    parsed = options(argv)
+    for place in (parsed.model_tag, *(path for _, path in parsed.lora_modules)):
         if not Path(place).is_dir():
             raise SystemExit(f"{place} is not a folder")
-    uvicorn.run(application(asked), host="127.0.0.1", port=asked.port, log_level="warning")
+    uvicorn.run(application(parsed), host="127.0.0.1", port=parsed.port, log_level="warning")

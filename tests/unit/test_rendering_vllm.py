@@ -78,8 +78,8 @@ def test_command_has_an_option_for_each_choice_of_the_plan() -> None:
     assert container["image"] == "vllm/vllm-openai:v0.33.0"
     assert container["command"][:5] == ["python3", "-m", "vllm.entrypoints.cli.main", "serve", "/claims/models/llama"]
     assert container["workingDir"] == "/etc/finetune"
-    asked = options(container["command"][3:])
-    assert vars(asked) == {
+    parsed = options(container["command"][3:])
+    assert vars(parsed) == {
         "model_tag": "/claims/models/llama",
         "served_model_name": "chat",
         "port": 8080,
@@ -129,8 +129,8 @@ def test_stand_in_refuses_an_option_that_vllm_lacks(capsys: pytest.CaptureFixtur
 )  # fmt: skip
 def test_model_is_read_where_the_job_has_it(spec: dict[str, Any], model: str, more: dict[str, Any]) -> None:
     container = container_of(rendered(**spec))
-    asked = options(container["command"][3:])
-    assert (asked.model_tag, asked.revision) == (model, spec.get("model", {}).get("revision"))
+    parsed = options(container["command"][3:])
+    assert (parsed.model_tag, parsed.revision) == (model, spec.get("model", {}).get("revision"))
     assert {name: values(container).get(name) for name in more} == more
 
 
@@ -170,9 +170,9 @@ def test_probes_wait_for_the_model_and_the_drain_fits_the_grace_period() -> None
     probes = {name: container[name] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert {probe["httpGet"]["path"] for probe in probes.values()} == {"/health"}
     assert probes["startupProbe"]["periodSeconds"] * probes["startupProbe"]["failureThreshold"] == 3600
-    asked = options(container["command"][3:])
+    parsed = options(container["command"][3:])
     leaving = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert leaving + asked.shutdown_timeout < pod["terminationGracePeriodSeconds"]
+    assert leaving + parsed.shutdown_timeout < pod["terminationGracePeriodSeconds"]
     assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
 
 
