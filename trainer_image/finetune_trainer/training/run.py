@@ -38,6 +38,7 @@ from finetune_trainer.files import share
 from finetune_trainer.float8 import InFloat8, convert, refuse_without_library, refuse_without_units
 from finetune_trainer.metric_names import refuse_unknown_metrics
 from finetune_trainer.models import load_tokenizer, pinned, position_limit, weights_digest
+from finetune_trainer.packed_attention import pack_attention
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, training_environment, write_environment, write_model_card
 from finetune_trainer.signing import signer_of
@@ -320,6 +321,9 @@ def _parts(
         save_on_preemption=training.checkpoints.on_preemption,
         optimizer=training.optimizer,
         checkpointing=settings.activation_checkpointing,
+        packs=pack_attention(
+            start.model, training, torch.device(training.world.device), packing=run.job.preparation.packing
+        ),
         activations=InHostMemory() if settings.offload_activations == "cpu" else OnDevice(),
         clock=clock,
     )
