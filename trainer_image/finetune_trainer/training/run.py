@@ -302,7 +302,11 @@ def _parts(
 ) -> LoopParts:
     training, prepared, settings = run.training, run.prepared, run.training.strategy
     tokens = _validation_tokens(start.model, training.batch.micro_batch_size, prepared.facts.max_length)
-    deal = Deal(prepared, run.task, tokens, run.data_rank, training.batch.data_parallel, run.tokens_of_rows)
+    # In a forward pass that fails on one GPU the others must not wait for it.
+    alone = settings.replica_ranks == 1 and settings.name != "fsdp" and settings.zero_stage != 3
+    halves = alone and training.world.device == "cuda"
+    ranks = training.batch.data_parallel
+    deal = Deal(prepared, run.task, tokens, run.data_rank, ranks, run.tokens_of_rows, halves=halves)
     reference = _reference(run, start, deal, order, partial(observer.on_validation_batch, saver.first_step))
     return LoopParts(
         strategy=run.strategy,
