@@ -244,8 +244,8 @@ def choose_packing(draft: Draft) -> Draft:
     degree = draft.spec.parallelism.sequence
     if asked == "auto" and degree > 1:
         return draft.because(
-            f"rows are not packed: those that {degree} processes divide among them are long; preparation.packing always "
-            "packs them"
+            f"rows are not packed: those that {degree} processes divide among them are long; preparation.packing "
+            "always packs them"
         )
     what = "as asked" if asked == "always" else "rows are plain text"
     return replace(draft, packing=True).because(
