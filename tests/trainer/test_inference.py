@@ -156,18 +156,18 @@ def test_ranks_halve_their_batches_when_one_of_them_ran_out(model, data, paths, 
     from finetune_trainer.training import dealing
 
     network, split = dealt(model, data, paths, halves=True, rank=1)
-    full, asked = iter([1.0]), []
+    full, flags = iter([1.0]), []
 
     def of_all(mine: list[float]) -> list[float]:
-        asked.append(mine[0])
+        flags.append(mine[0])
         return [mine[0] + next(full, 0.0)]  # the other one ran out in the first round
 
     monkeypatch.setattr(dealing, "summed", of_all)
     batches, sizes = len(split.mine), [len(each) for each in split.mine]
     found = [wanted for wanted, _ in split.answers(network, torch.device("cpu"))]
-    assert len(found) == 2 * batches == len(asked) - 1, "as many for each rank, whatever its rows"
+    assert len(found) == 2 * batches == len(flags) - 1, "as many for each rank, whatever its rows"
     assert [len(each) for each in found] == [half for size in sizes for half in ((size + 1) // 2, size // 2 or 1)]
-    assert not any(asked), "this one had enough"
+    assert not any(flags), "this one had enough"
 
 
 def test_validation_that_cannot_be_halved_ends_with_the_error(model, data, paths):
