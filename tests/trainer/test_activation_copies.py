@@ -9,8 +9,6 @@ import torch
 
 from finetune_trainer.training.activation_copies import IN_FLIGHT, ActivationLane, MovedActivation
 
-CPU = torch.device("cpu")
-
 
 class Recorded:
     """Copies within host memory; remembers what was started and what was waited for, by the first element."""
