@@ -764,7 +764,7 @@ def test_model_that_fits_nowhere_is_refused_with_arithmetic_and_hints():
             "set parallelism.strategy to deepspeed and parallelism.offload.optimizer to nvme and "
             "parallelism.offload.parameters to nvme (22.9 GiB of 40.0 GiB a GPU, and 2.9 TiB of disk a node); or set "
             "model.adapter.method to lora, which trains a small part of the weights (fsdp+"
-            "activation-checkpointing+optimizer-offload+parameter-offload, 24.6 GiB of 40.0 GiB a GPU); or "
+            "activation-checkpointing+optimizer-offload+parameter-offload, 24.7 GiB of 40.0 GiB a GPU); or "
             "use 4 nodes (32 GPUs in all), or nodes with at least 2.6 TiB of memory, or a smaller "
             "preparation.maxLength or model",
         )
