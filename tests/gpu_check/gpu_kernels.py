@@ -61,6 +61,38 @@ def attention(device: torch.device, small: bool) -> Mapping[str, Any]:
     return {"largest difference": difference, "ms forward": 1000 * step}
 
 
+def packed_rows(device: torch.device, small: bool) -> Mapping[str, Any]:
+    """Compute the rows of a pack by themselves, forward and backward, and compare with a mask in fp32."""
+    from finetune_trainer import packed_attention
+
+    heads, sizes = (4, (20, 1, 30, 13)) if small else (16, (700, 1, 1000, 347))
+    tokens, positions = sum(sizes), torch.cat([torch.arange(size) for size in sizes])[None]
+    given = [torch.randn(1, each, tokens, 64, device=device, dtype=torch.bfloat16) for each in (heads, 2, 2)]
+    rows = packed_attention.packed_rows(positions, device)
+    number = (positions == 0).cumsum(-1).to(device)
+    mask = (number.mT == number).tril()
+
+    def apart(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return packed_attention.attend_rows(rows, query, key, value).transpose(1, 2)
+
+    def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        key, value = (each.repeat_interleave(heads // 2, 1) for each in (key, value))
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    answers = []
+    for attend, dtype in ((apart, torch.bfloat16), (masked, torch.float32)):
+        inputs = [each.to(dtype).detach().requires_grad_() for each in given]
+        found = attend(*inputs)
+        answers.append([found.detach(), *torch.autograd.grad(found.sum(), inputs)])
+    pairs = zip(*answers, strict=True)
+    difference = max(float(((mine.float() - theirs).abs() / (1 + theirs.abs())).max()) for mine, theirs in pairs)
+    if not difference < 0.05:
+        raise AssertionError(f"rows by themselves answer otherwise than with a mask, by {difference}")
+    reason = packed_attention.why_not_varlen(device, 64, 0.0)
+    figures = {"calls": f"one for each row: {reason}" if reason else "one", "largest difference": difference}
+    return {**figures, "ms forward": 1000 * seconds_of(lambda: apart(*given), device)}
+
+
 def fp8_product(device: torch.device, small: bool) -> Mapping[str, Any]:
     """Multiply in fp8 by the kernel of torchao's linear layers."""
     if device.type != "cuda":
@@ -117,6 +149,7 @@ def four_bit_product(device: torch.device, small: bool) -> Mapping[str, Any]:
 KERNELS: Mapping[str, Check] = {
     "matrix product": matrix_product,
     "attention": attention,
+    "packed rows": packed_rows,
     "fp8 product": fp8_product,
     "torch.compile": compiled_block,
     "4-bit product": four_bit_product,

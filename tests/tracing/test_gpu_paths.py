@@ -61,6 +61,10 @@ def test_weights_stay_on_the_device_when_activations_are_moved(traced):
     assert linear <= moving.kept < 1.05 * linear < keeping.kept
 
 
+def test_packs_of_rows_keep_as_much_as_a_row_without_a_mask(traced):
+    assert traced("packs").kept <= traced("single").kept
+
+
 @pytest.mark.everything
 @pytest.mark.parametrize("case", LARGER, ids=lambda case: case.name)
 def test_step_in_a_larger_world_waits_as_often(case: Case, traced):

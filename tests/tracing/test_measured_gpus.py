@@ -136,3 +136,16 @@ def test_fp32_training_on_an_h100_has_torch_multiply_in_tf32(pretended):
         run = subprocess.run([sys.executable, "-c", program], env=pretended, text=True, capture_output=True, check=True)
         found.append(run.stdout.split())
     assert found == [["True", "tf32"], ["False", "ieee"]]
+
+
+def test_pages_of_host_memory_are_locked_for_the_copies_of_a_gpu(pretended):
+    program = (
+        "import torch\n"
+        "from finetune_trainer.strategies.staging_memory import lock_pages, unlock_pages\n"
+        "memory = torch.empty(1000)\n"
+        "states = [memory.is_pinned(), lock_pages(memory), memory.is_pinned()]\n"
+        "unlock_pages(memory)\n"
+        "print(*states, memory.is_pinned())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], env=pretended, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["False", "True", "True", "False"]

@@ -25,8 +25,10 @@ from transformers import AutoConfig, PreTrainedModel
 from finetune_contract.facts import ModelFacts
 from finetune_contract.trainer_job import TrainerJob, Training
 from finetune_operator.rendering.deepspeed_config import deepspeed_config
-from finetune_trainer import adapters, distributed, float8
+from finetune_trainer import adapters, distributed, float8, packed_attention
+from finetune_trainer.data.packing import SIZES
 from finetune_trainer.measured_facts import model_facts
+from finetune_trainer.packed_attention import pack_attention
 from finetune_trainer.stored_weights import in_training_type, narrow_weights
 from finetune_trainer.strategies.mesh import MeshShape
 from finetune_trainer.strategies.select import strategy_for
@@ -45,6 +47,7 @@ from tracing_support.memory_cases import MEMORY_CASES
 from tracing_support.trace import Trace
 from trainer_support.no_checkpoints import NoCheckpoints
 
+_ROW_BORDERS = packed_attention.row_borders
 NO_GROUPS = distributed.Backends("fake", "fake", FakeStore())  # type: ignore[no-untyped-call]
 
 
@@ -64,7 +67,10 @@ class _Rows(torch.utils.data.Dataset[Any]):
     def without_reference(self, picks: Sequence[Pick]) -> list[dict[str, Any]]:
         """Return rows like `TrainRows`; no case here needs a reference model."""
         ids = np.arange(self._case.tokens) % 1000 + 1
-        return [{"input_ids": ids, "labels": ids, "label": 0} for _ in picks]
+        row: dict[str, Any] = {"input_ids": ids, "labels": ids, "label": 0}
+        if self._case.packed:
+            row[SIZES] = [self._case.tokens // self._case.packed] * self._case.packed
+        return [row for _ in picks]
 
 
 class _RealBatches(Collate):
@@ -142,6 +148,7 @@ def run(name: str, result: str) -> None:
         switched_off.FOUR_BITS.apply()
     switched_off.follow_devices()
     _meshes_of_real_numbers()
+    packed_attention.row_borders = _real_borders
     fakes = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     # Masked-lm has no tokens with global attention.
     trace = Trace(fakes, answered_no=("LongformerEncoder.forward",))
@@ -208,6 +215,7 @@ def _loop(
         "interruption": Interruption(),
         "save_on_preemption": False,
         "checkpointing": training.strategy.activation_checkpointing,
+        "packs": pack_attention(model, training, torch.device("cuda"), packing=case.packed > 0),
         "activations": InHostMemory() if training.strategy.offload_activations == "cpu" else OnDevice(),
         "clock": clock,
     }
@@ -238,6 +246,11 @@ def _deepspeed(training: Training, facts: ModelFacts) -> dict[str, Any] | None:
         trainer=SimpleNamespace(training=training), model=facts, launcher="local", deepspeed_overrides={}
     )
     return deepspeed_config(plan)
+
+
+def _real_borders(positions: torch.Tensor) -> Any:
+    with _disable_current_modes():
+        return _ROW_BORDERS(positions)
 
 
 def _meshes_of_real_numbers() -> None:

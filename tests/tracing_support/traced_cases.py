@@ -59,6 +59,8 @@ class Case:
     """Rows of a micro-batch."""
     tokens: int = TOKENS
     """Tokens of the longest row."""
+    packed: int = 0
+    """Rows of a pack; 0: rows are not packed."""
     held: bool = False
     """True if no formula or constant of the plan was fitted to this trace."""
 
@@ -125,6 +127,7 @@ CASES = (
     Case("sequence", Strategy(name="fsdp", sequence=4)),
     Case("LoRA", Strategy(name="ddp"), adapter=_adapter("lora")),
     Case("fp8", Strategy(name="fsdp"), precision="fp8"),
+    Case("packs", Strategy(name="single"), size=1, rank=0, packed=8),
     Case("activations in host memory", Strategy(name="single", offload_activations="cpu"), size=1, rank=0),
 )
 LARGER_WORLDS = (16, 64)

@@ -26,7 +26,8 @@ from finetune_trainer.inference.runner import answers_of
 from finetune_trainer.models import load_tokenizer
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.reporting import CONFUSION_FILE, SAMPLES_FILE, merge_metrics
-from finetune_trainer.tasks.task_registry import task_module
+from finetune_trainer.tasks.task_registry import task_module, task_of
+from finetune_trainer.training.dealing import Deal, DealtSplit
 from trainer_support.tasks import predictions, training_of, write_lines
 
 SMALL: dict[str, Any] = {"device": "cpu", "batch_tokens": 64}
@@ -129,6 +130,51 @@ def test_batches_that_exceed_memory_are_halved_and_all_rows_answered(model, data
     warnings = [record.getMessage() for record in caplog.records if "do not fit" in record.getMessage()]
     assert len(warnings) == 2
     assert warnings[0].endswith("rows at once do not fit the GPU's memory: halving the batch size from here on.")
+
+
+def dealt(model: Path, data: Path, paths: JobPaths, *, halves: bool, rank: int = 0) -> tuple[Any, DealtSplit]:
+    """Return the model, and its test rows as a validation between the steps of a training deals them to one rank."""
+    job, network, _ = ready(model, data, paths)
+    return network, Deal(PreparedData.open(paths), task_of(job), 500, rank, 1 + rank, halves=halves).split("test")
+
+
+def test_validation_halves_batches_that_exceed_the_memory(model, data, paths, caplog):
+    network, split = dealt(model, data, paths, halves=True)
+    cpu = torch.device("cpu")
+    expected = {at: row for wanted, rows in split.answers(network, cpu) for at, row in zip(wanted, rows, strict=True)}
+    tried = small_memory(network, 160)
+    with caplog.at_level("WARNING"):
+        found = {at: row for wanted, rows in split.answers(network, cpu) for at, row in zip(wanted, rows, strict=True)}
+    assert found.keys() == expected.keys() == set(range(41))
+    for at, row in found.items():
+        np.testing.assert_allclose(row["logits"], expected[at]["logits"], rtol=1e-4, atol=1e-5)
+    assert [each > 160 for each in tried] == [True, True, *[False] * (len(tried) - 2)]
+    assert caplog.text.count("do not fit a GPU's memory: halving this validation.") == 2
+
+
+def test_ranks_halve_their_batches_when_one_of_them_ran_out(model, data, paths, monkeypatch):
+    from finetune_trainer.training import dealing
+
+    network, split = dealt(model, data, paths, halves=True, rank=1)
+    full, flags = iter([1.0]), []
+
+    def of_all(mine: list[float]) -> list[float]:
+        flags.append(mine[0])
+        return [mine[0] + next(full, 0.0)]  # the other one ran out in the first round
+
+    monkeypatch.setattr(dealing, "summed", of_all)
+    batches, sizes = len(split.mine), [len(each) for each in split.mine]
+    found = [wanted for wanted, _ in split.answers(network, torch.device("cpu"))]
+    assert len(found) == 2 * batches == len(flags) - 1, "as many for each rank, whatever its rows"
+    assert [len(each) for each in found] == [half for size in sizes for half in ((size + 1) // 2, size // 2 or 1)]
+    assert not any(flags), "this one had enough"
+
+
+def test_validation_that_cannot_be_halved_ends_with_the_error(model, data, paths):
+    network, split = dealt(model, data, paths, halves=False)
+    small_memory(network, 160)
+    with pytest.raises(torch.OutOfMemoryError):
+        list(split.answers(network, torch.device("cpu")))
 
 
 def test_row_too_long_for_the_memory_is_reported_with_a_hint(model, data, paths):

@@ -96,6 +96,23 @@ def test_free_port_is_outside_of_the_ephemeral_range():
 
 
 @pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
+    ],
+)
+def test_blocks_of_gpu_memory_grow_unless_the_job_has_settings(given, found):
+    environment = dict(given)
+    settle_environment(environment, ProcessWorld(), device="cuda", threads=1, strategy="single")
+    assert {name: value for name, value in environment.items() if "ALLOC" in name} == found
+    on_cpu: dict[str, str] = {}
+    settle_environment(on_cpu, ProcessWorld(), device="cpu", threads=1, strategy="single")
+    assert not any("ALLOC" in name for name in on_cpu)
+
+
+@pytest.mark.parametrize(
     ("visible", "left"),
     [
         pytest.param({}, "0", id="of all GPUs the first"),

@@ -794,3 +794,42 @@ def test_each_layer_keeps_its_own_mask_for_padded_or_packed_rows(how: str, preci
         for micro_batch in (1, rows)
     ]
     assert measured == made[1] - made[0] == (0 if how == "one row" else length * (4 if precision == "fp32" else 2))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_rows_of_packs_by_themselves_keep_their_outputs_twice_and_no_mask(precision: str):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from finetune_trainer.packed_attention import ByRow
+
+    length, saved = 256, {}
+    two = torch.cat([torch.arange(100), torch.arange(length - 100)])[None]
+    pack = {"attention_mask": None, "position_ids": two, "use_cache": False}
+    given = [(each, dict(each._global_mapping)) for each in (AttentionInterface, AttentionMaskInterface)]
+    try:
+        for layers in (1, 2):
+            config = transformers.AutoConfig.for_model("llama", **SMALL["llama"] | {"num_hidden_layers": layers})
+            config.update({"vocab_size": 1000, "pad_token_id": 0})
+            model = transformers.AutoModelForSequenceClassification.from_config(config).train()
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                plain = saved_bytes(model, torch, 1, length)
+                with ByRow(torch.device("cpu"), "position_ids", "single").over(pack):
+                    saved[layers] = saved_bytes(model, torch, 1, length, **pack) - plain
+    finally:
+        for each, mapping in given:
+            each._global_mapping = mapping
+    measured = (saved[2] - saved[1]) / length
+    facts = model_facts(config.to_dict())
+    world = World(nodes=1, processes_per_node=1, device="cpu", threads_per_process=1)
+    row, pack_of_rows, pack_on_gpu, row_on_gpu = (
+        activation_bytes_per_token(
+            work(
+                facts, Strategy(name="single"), precision=precision, length=length, packed=apart, rows_apart=apart, **on
+            )
+        )
+        for apart, on in ((False, {"world": world}), (True, {"world": world}), (True, {}), (False, {}))
+    )
+    assert measured == pack_of_rows - row == facts.hidden_size * (4 if precision == "fp32" else 2)
+    assert pack_on_gpu - row_on_gpu == (4 * facts.hidden_size if precision == "fp32" else 0), "one call for all rows"

@@ -232,6 +232,40 @@ def test_packing_follows_the_task_and_the_columns(spec, packing, columns):
     assert result.trainer.dataset.columns == Columns(**columns)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "why"),
+    [
+        pytest.param("gpt2", {}, "", id="each row by itself"),
+        pytest.param("bloom", {}, "models of type bloom are not known to work without one", id="a family with masks"),
+        pytest.param("gpt2", {"torch_compile": True}, "torch.compile would compile again", id="compiled"),
+    ],
+)
+def test_reasons_name_the_attention_over_packed_rows(family, changes, why):
+    spec = {**WRITES, "training": {"globalBatchSize": 16, "arguments": changes}, "resources": {"gpusPerNode": 1}}
+    shape = model("gpt2", "text-generation").model_copy(update={"model_type": family})
+    reasons = planned(spec, model=shape, hardware=EIGHT_H100).reasons
+    (found,) = (reason for reason in reasons if reason.startswith("packed rows: "))
+    expected = f"with a mask of tokens x tokens, as {why}" if why else "of each row by itself, without a mask"
+    assert found.startswith(f"packed rows: attention {expected}")
+
+
+def test_packs_without_masks_take_less_memory_and_time_than_with():
+    packs = SplitFacts(rows=1000, packs_of=10_000, tokens=8_000_000, longest=8192)
+    data = DataFacts(fingerprint="f", splits={"train": packs}, max_length=8192)
+    spec = {**WRITES, "training": {"globalBatchSize": 16, "microBatchSize": 1}, "resources": {"gpusPerNode": 1}}
+    shape = model("gpt2", "text-generation").model_copy(update={"max_positions": 8192})
+    apart, masked = (
+        planned(spec, model=shape.model_copy(update={"model_type": family}), data=data, hardware=EIGHT_H100)
+        for family in ("gpt2", "gpt_bigcode")
+    )
+    assert apart.memory is not None
+    assert masked.memory is not None
+    assert apart.memory.total_bytes < masked.memory.total_bytes - 12 * 8192 * 8192
+    assert apart.estimate.step_seconds is not None
+    assert masked.estimate.step_seconds is not None
+    assert apart.estimate.step_seconds < masked.estimate.step_seconds
+
+
 PREFERS = {"task": "preference-tuning", "model": {"uri": "hf://openai-community/gpt2"}}
 
 
@@ -730,7 +764,7 @@ def test_model_that_fits_nowhere_is_refused_with_arithmetic_and_hints():
             "set parallelism.strategy to deepspeed and parallelism.offload.optimizer to nvme and "
             "parallelism.offload.parameters to nvme (22.9 GiB of 40.0 GiB a GPU, and 2.9 TiB of disk a node); or set "
             "model.adapter.method to lora, which trains a small part of the weights (fsdp+"
-            "activation-checkpointing+optimizer-offload+parameter-offload, 24.6 GiB of 40.0 GiB a GPU); or "
+            "activation-checkpointing+optimizer-offload+parameter-offload, 24.7 GiB of 40.0 GiB a GPU); or "
             "use 4 nodes (32 GPUs in all), or nodes with at least 2.6 TiB of memory, or a smaller "
             "preparation.maxLength or model",
         )

@@ -215,9 +215,13 @@ CHOSEN: dict[str, tuple[Long, str]] = {
         Long(EIGHT_BILLION, "gpu=X9,memory=80Gi,gpus=8,cpu=128,hostMemory=1Ti", 131072),
         "deepspeed-zero3+sequence4+activation-checkpointing",
     ),
-    "packs have a mask of all their tokens": (
+    "packs have no mask of all their tokens": (
         Long(EIGHT_BILLION, EIGHT_H100, 131072, {"dataset": {"uri": "hf://org/books"}}),
         "fsdp+sequence8+activation-checkpointing",
+    ),
+    "packs of 128k tokens on GPUs that a mask would fill": (
+        Long(EIGHT_BILLION, "gpu=A100-40GB,gpus=8,cpu=128,hostMemory=1Ti", 131072, {"dataset": {"uri": "hf://o/d"}}),
+        "deepspeed-zero3+sequence8+activation-checkpointing+optimizer-offload",
     ),
     "a small model on two small GPUs": (
         Long(HALF_A_BILLION, TWO_SMALL, 8192),
@@ -299,12 +303,6 @@ NOT_CHOSEN: dict[str, tuple[Long, str, str]] = {
         "",
         "set parallelism.sequence to 8 (49.6 GiB of 79.6 GiB a GPU)",
     ),
-    "packs": (
-        Long(EIGHT_BILLION, "gpu=A100-40GB,gpus=8,cpu=128,hostMemory=1Ti", 131072, {"dataset": {"uri": "hf://o/d"}}),
-        "deepspeed-zero3+sequence8+activation-checkpointing+optimizer-offload+parameter-offload with micro-batch 1 "
-        "needs 47.8 GiB a GPU, and there are 40.0 GiB",
-        "set parallelism.sequence to 8 (36.0 GiB of 40.0 GiB a GPU, where rows are not packed)",
-    ),
     "a degree of tensor parallelism": (
         Long(EIGHT_BILLION, EIGHT_H100, 131072, {"parallelism": {"tensor": 8}}),
         "",
@@ -340,7 +338,6 @@ def test_undivided_rows_are_refused_with_reason_and_fitting_degree(case: str):
 
 def test_slices_named_in_a_hint_fit_as_calculated():
     written = {
-        "packs": ({"sequence": 8}, {}),
         "another strategy": ({"zeroStage": 3, "sequence": 8}, {}),
         "a compiled model": ({"sequence": 8}, {"training": WHOLE_LOGITS}),
     }

@@ -140,8 +140,11 @@ def settle_environment(
     if device == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    elif (instance := _own_instance(environment, world)) is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = instance
+    else:
+        if not any(name in environment for name in _ALLOCATOR_SETTINGS):
+            environment[_ALLOCATOR_SETTINGS[0]] = _GROWING_BLOCKS
+        if (instance := _own_instance(environment, world)) is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = instance
     if strategy == "single":
         if device == "cuda":
             # Use the first of several GPUs: the Trainer would spread one process over all of them (torch's
@@ -154,6 +157,10 @@ def settle_environment(
     settle_rank(environment, world)
 
 
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables with settings of torch's allocator on GPUs: today's name and the one before."""
+_GROWING_BLOCKS = "expandable_segments:True"
+"""Blocks grow in place. With rows of many lengths, blocks of fixed sizes would leave gaps that nothing fits into."""
 INSTANCE = "MIG-"
 """Prefix of the identifier of an instance of a partitioned GPU."""
 

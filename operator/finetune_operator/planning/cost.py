@@ -115,8 +115,10 @@ def step_work(draft: Draft, strategy: Strategy, micro: int, accumulation: int) -
     """Return what a step of `accumulation` micro-batches of `micro` rows computes and sends."""
     task, lengths, parts = draft.spec.task, draft.lengths, trained_parameters(draft.model, draft.adapter)
     texts = task in ("text-generation", "preference-tuning")
-    # A padded or packed batch has a mask, with which attention computes every score.
-    alone = micro * lengths.sequences == 1 and not draft.packing
+    # A padded batch has a mask, with which attention computes every score, and packs have one unless each row is
+    # computed by itself.
+    apart = draft.packing and not draft.why_packs_have_masks(strategy)
+    alone = apart or (micro * lengths.sequences == 1 and not draft.packing)
     return StepWork(
         model=draft.model,
         strategy=strategy,
@@ -125,7 +127,7 @@ def step_work(draft: Draft, strategy: Strategy, micro: int, accumulation: int) -
         micro_rows=micro,
         accumulation=accumulation,
         row_tokens=lengths.row,
-        length=lengths.typical,
+        length=_row_in_pack(draft) if apart else lengths.typical,
         world=decided(draft.world).size,
         tied_head=tied_head(draft),
         scores_vocabulary=texts or task == "masked-lm",
@@ -138,6 +140,12 @@ def step_work(draft: Draft, strategy: Strategy, micro: int, accumulation: int) -
         secondary_shards=secondary_shards(draft.spec.parallelism),
         tf32=allows_tf32(decided(draft.precision), draft.training.arguments),
     )
+
+
+def _row_in_pack(draft: Draft) -> float:
+    """Return the mean tokens of a row in a pack; before prepare, when rows are not known, those of the pack."""
+    split = draft.train_split
+    return split.tokens / split.packs_of if split is not None and split.packs_of else draft.lengths.typical
 
 
 def _chunks_loss(draft: Draft, strategy: Strategy, micro: int) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self, TypeVar
 from finetune_contract.choices import Device, InferencePrecision, Optimization, Precision, PredictOptimization, Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
 from finetune_contract.measured_devices import PlannedDevice
+from finetune_contract.packed_rows import why_packs_have_masks
 from finetune_contract.trainer_job import Adapter, Batch, CheckpointSchedule, Strategy, World
 from finetune_operator.api.problems import PathPart, Problem, Reason, describe_value, format_path
 from finetune_operator.api.settings import Settings
@@ -238,6 +239,11 @@ class Draft:
         if self.data is not None:
             return self.data.max_length
         return self.spec.preparation.max_length or min(self.model.max_positions or DEFAULT_LENGTH, DEFAULT_LENGTH)
+
+    def why_packs_have_masks(self, strategy: Strategy) -> str:
+        """Return the reason why attention over packed rows needs a mask; empty: each row is computed by itself."""
+        pipeline = strategy.pipeline is not None
+        return why_packs_have_masks(self.model.model_type, self.training.arguments, pipeline=pipeline)
 
     @property
     def gpus_per_node(self) -> int:

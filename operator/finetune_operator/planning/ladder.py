@@ -107,6 +107,7 @@ def estimate(draft: Draft, strategy: Strategy, micro: int) -> MemoryEstimate:
         length=draft.lengths.longest,
         sequences=draft.lengths.sequences,
         packed=draft.packing,
+        rows_apart=draft.packing and not draft.why_packs_have_masks(strategy),
         adapter=draft.adapter,
         secondary_shards=secondary_shards(draft.spec.parallelism),
         whole_logits=needs_whole_logits(draft.training.arguments, draft.training.label_smoothing),

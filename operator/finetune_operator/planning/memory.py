@@ -132,6 +132,8 @@ class Workload:
     """Sequences of one row."""
     packed: bool = False
     """True if a sequence holds several rows, which do not attend to each other."""
+    rows_apart: bool = False
+    """True if attention computes each row of a pack by itself, without a mask (`finetune_contract.packed_rows`)."""
     adapter: Adapter | None = None
     secondary_shards: int = 1
     """Processes of a node over which ZeRO++ shards the parameters a second time; 1 without it."""
@@ -491,9 +493,10 @@ def _mask_bytes_per_token(work: Workload) -> int:
     """Return the bytes of fused attention's mask for one token: an element for each token of the whole sequence.
 
     If rows are padded or packed, transformers creates one boolean mask for all layers, and torch's
-    `scaled_dot_product_attention` saves one of the queries' type for each layer. A single row needs none.
+    `scaled_dot_product_attention` saves one of the queries' type for each layer. A single row needs none, nor do packs
+    whose rows are computed by themselves.
     """
-    if _unfused_scores(work) or not (work.packed or work.micro_batch * work.sequences > 1):
+    if _unfused_scores(work) or work.rows_apart or not (work.packed or work.micro_batch * work.sequences > 1):
         return 0
     # In attention a process has whole sequences of some heads, elsewhere slices with all of them.
     return work.length * work.compute_bytes * work.strategy.sequence
@@ -516,6 +519,12 @@ def activation_bytes_per_token(work: Workload) -> int:
         # Fused attention without a mask takes keys and values as they are, otherwise transformers repeats them for each
         # query head (`transformers.integrations.sdpa_attention.use_gqa_in_sdpa`).
         hidden -= 2 * (1 - model.key_value_width / model.hidden_size) / tensor
+    if work.rows_apart and (
+        work.world.device == "cpu" or work.precision in ("fp32", "fp16") or shape.attention_dropout
+    ):
+        # Attention is called for each row, and its outputs are joined: both stay. fp16 is for GPUs that have no flash
+        # attention in one call.
+        hidden += 1 / tensor
     # Queries, and the attention's output, may be wider than the hidden states.
     wider = _query_width(model) / model.hidden_size - 1
     hidden += 2 * wider / tensor

@@ -230,8 +230,8 @@ def check_answers(draft: Draft) -> Draft:
 
 def choose_packing(draft: Draft) -> Draft:
     """Choose whether rows share sequences. By default plain text is packed, as its row borders mean little, but prompts
-    and conversations are not: there a step is a number of rows. Rows divided among processes are not packed either:
-    they are long, and a pack needs an undivided mask of tokens x tokens, while a single row needs none.
+    and conversations are not: there a step is a number of rows. Rows divided among processes are not packed either, as
+    they are long.
     """
     asked, task = draft.spec.preparation.packing, draft.spec.task
     if not draft.loops or asked == "never":
@@ -244,8 +244,8 @@ def choose_packing(draft: Draft) -> Draft:
     degree = draft.spec.parallelism.sequence
     if asked == "auto" and degree > 1:
         return draft.because(
-            f"rows are not packed: each of the {degree} processes that they are divided among would need a mask of all "
-            "tokens of a pack for each of them"
+            f"rows are not packed: those that {degree} processes divide among them are long; preparation.packing "
+            "always packs them"
         )
     what = "as asked" if asked == "always" else "rows are plain text"
     return replace(draft, packing=True).because(

@@ -160,8 +160,16 @@ cudaError_t cudaHostAlloc(void **pointer, size_t size, unsigned int flags) {
   pthread_mutex_unlock(&guard);
   return cudaSuccess;
 }
-cudaError_t cudaMallocHost(void **pointer, size_t size) { return cudaHostAlloc(pointer, size, 0); }
-cudaError_t cudaFreeHost(void *pointer) {
+cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned int flags) {
+  struct block *made = malloc(sizeof *made);
+  if (!made) return cudaErrorMemoryAllocation;
+  pthread_mutex_lock(&guard);
+  *made = (struct block){blocks, pointer, size};
+  blocks = made;
+  pthread_mutex_unlock(&guard);
+  return cudaSuccess;
+}
+static void forget(void *pointer) {
   pthread_mutex_lock(&guard);
   for (struct block **at = &blocks; *at; at = &(*at)->next)
     if ((*at)->start == pointer) {
@@ -171,6 +179,14 @@ cudaError_t cudaFreeHost(void *pointer) {
       break;
     }
   pthread_mutex_unlock(&guard);
+}
+cudaError_t cudaHostUnregister(void *pointer) {
+  forget(pointer);
+  return cudaSuccess;
+}
+cudaError_t cudaMallocHost(void **pointer, size_t size) { return cudaHostAlloc(pointer, size, 0); }
+cudaError_t cudaFreeHost(void *pointer) {
+  forget(pointer);
   free(pointer);
   return cudaSuccess;
 }

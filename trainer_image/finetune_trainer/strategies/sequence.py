@@ -199,20 +199,19 @@ class SlicedAttention:
 
         `mask_function` is the model's own, of causal and sliding attention.
         """
-        from transformers.masking_utils import (
-            find_packed_sequence_indices,
-            packed_sequence_compatibility_function,
-            sdpa_mask,
-        )
+        from transformers import AttentionMaskInterface
+        from transformers.masking_utils import find_packed_sequence_indices, packed_sequence_compatibility_function
 
         length, positions = q_length * self.degree, self._row_positions
         if positions is not None and (packs := find_packed_sequence_indices(positions)) is not None:
             mask_function = packed_sequence_compatibility_function(mask_function, positions, packs)
             allow_is_causal_skip = False
-        made: torch.Tensor | None = sdpa_mask(
-            batch_size,
-            length,
-            length,
+        # As registered, because rows of a pack may be computed by themselves (`finetune_trainer.packed_attention`).
+        masks: Any = AttentionMaskInterface
+        made: torch.Tensor | None = masks()["sdpa"](
+            batch_size=batch_size,
+            q_length=length,
+            kv_length=length,
             mask_function=mask_function,
             allow_is_causal_skip=allow_is_causal_skip,
             local_size=local_size,
@@ -233,11 +232,12 @@ class SlicedAttention:
         """Compute attention from queries, keys and values of shape (rows, heads, tokens, width), as transformers passes
         them; the output has (rows, tokens, heads, width).
         """
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers import AttentionInterface
 
         queries, keys, values = (self._whole_rows(each) for each in (query, key, value))
         self.own_tokens, self.whole_tokens = query.shape[2], queries.shape[2]
-        outputs, _ = sdpa_attention_forward(module, queries, keys, values, attention_mask, **settings)
+        attentions: Any = AttentionInterface
+        outputs, _ = attentions()["sdpa"](module, queries, keys, values, attention_mask, **settings)
         return self._own_tokens(outputs), None
 
     def _whole_rows(self, values: torch.Tensor) -> torch.Tensor:

@@ -47,8 +47,11 @@ from finetune_trainer.distributed import patiently_gathered, waiting_group
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import EntryName, FileEntry, write_hashed
 from finetune_trainer.strategies.divided_tensors import blocks_of
+from finetune_trainer.strategies.staging_memory import StagingMemory
 from finetune_trainer.tensor_files import TensorForm, storage_order, type_name_of, type_of_name, write_tensors
 
+_FROM_GPU = StagingMemory()
+"""Memory of copies of this process's GPU; a process has one training."""
 INDEX = "index.json"
 """File that lists all tensors of the state, and in which files their parts are."""
 
@@ -286,8 +289,8 @@ class _ShardStager(StorageWriter):
         """Keep the parts of this process, or copies."""
         items = _by_part_name(plan)
         forms = {part: TensorForm(_properties(item).dtype, tuple(_chunk(item).sizes)) for part, item in items.items()}
-        parts: Any = (planner.resolve_data(items[part]) for part in storage_order(forms))
-        self.forms, self.tensors = forms, [_host_copy(part) if self.copied else part for part in parts]
+        parts: Any = [planner.resolve_data(items[part]) for part in storage_order(forms)]
+        self.forms, self.tensors = forms, _host_copies(parts) if self.copied else parts
         written: Future[list[WriteResult]] = Future()
         written.set_result(
             [WriteResult(item.index, forms[part].size, _Place(self.file, part)) for part, item in items.items()]
@@ -321,9 +324,15 @@ class _ShardStager(StorageWriter):
         self.index = StateIndex(tensors=tensors, rest=rest).model_dump_json(by_alias=True)
 
 
-def _host_copy(part: torch.Tensor) -> torch.Tensor:
-    """Return a copy in host memory."""
-    return torch.empty(part.shape, dtype=part.dtype).copy_(part.detach())
+def _host_copies(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies in host memory. Those of a GPU's tensors are overwritten by the next call, which waits until they
+    are written.
+    """
+    moved = iter(_FROM_GPU.copies([part for part in parts if part.is_cuda]))
+    return [
+        next(moved) if part.is_cuda else torch.empty(part.shape, dtype=part.dtype).copy_(part.detach())
+        for part in parts
+    ]
 
 
 def _by_part_name(plan: SavePlan) -> dict[str, WriteItem]:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from finetune_contract.choices import CheckpointingMode, StrategyName
 from finetune_trainer.strategies.strategy_protocol import expect
+from finetune_trainer.training.activation_copies import ActivationLane, MovedActivation, StreamCopies
 
 _LEAST_BYTES = 1 << 16
 """Least size to copy: a smaller copy costs more time than its memory is worth."""
@@ -63,6 +64,8 @@ def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
     aten = torch.ops.aten
     fused = [getattr(aten, name).default for name in _FUSED_ATTENTION if hasattr(aten, name)]
     kept = [aten.mm.default, aten.addmm.default, aten.linear.default, *fused]
+    if hasattr(torch.ops.torch_attn, "_varlen_attn"):  # as of packed rows; defined when its module is imported
+        kept.append(torch.ops.torch_attn._varlen_attn.default)
     if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):  # defined when that library is imported
         kept.append(torch.ops.bitsandbytes.gemm_4bit.default)
     forward, _ = create_selective_checkpoint_contexts(kept)  # type: ignore[no-untyped-call]
@@ -111,7 +114,8 @@ class OnDevice:
 
 
 class InHostMemory:
-    """Copies activations to page-locked host memory after their layer, and back before its backward pass.
+    """Copies activations to page-locked host memory after their layer, and back before its backward pass, beside the
+    computation (`finetune_trainer.training.activation_copies`).
 
     Weights, which autograd saves as well, stay in place. They are recognised by their storage while their module
     computes: ZeRO-3 and FSDP give a weight another storage each time it is gathered. Under autocast, products save a
@@ -124,6 +128,7 @@ class InHostMemory:
         self._running: list[list[int]] = []
         """Storages of the modules that compute now, the innermost last."""
         self._casts = _WeightCasts()
+        self._lanes: dict[torch.device, ActivationLane] = {}
         self.moved_bytes = 0
         """Bytes moved in the forward passes so far."""
         self._seen = False
@@ -145,11 +150,15 @@ class InHostMemory:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Move the tensors that autograd saves inside the context."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), self._casts:
+        for lane in self._lanes.values():
+            lane.begin_forward()
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self._casts:
             try:
                 yield
             finally:
                 self._casts.forget()
+                for lane in self._lanes.values():
+                    lane.end_forward()
 
     def is_activation(self, tensor: torch.Tensor) -> bool:
         """Return whether a saved tensor is neither a weight nor too small to move."""
@@ -158,25 +167,25 @@ class InHostMemory:
         storage = _storage(tensor)
         return not self._weights[storage] and storage not in self._casts.storages
 
-    def _pack(self, tensor: torch.Tensor) -> tuple[torch.device | None, torch.Tensor]:
+    def _pack(self, tensor: torch.Tensor) -> MovedActivation | torch.Tensor:
         self._seen = True
         if tensor.device.type == "cpu" or not self.is_activation(tensor):
-            return None, tensor
+            return tensor
         self.moved_bytes += tensor.numel() * tensor.element_size()
-        host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=True)
-        # In the order of the device's stream, so that the memory is not reused before it has been copied.
-        host.copy_(tensor, non_blocking=True)
-        return tensor.device, host
+        return self._lane(tensor.device).out(tensor)
+
+    def _unpack(self, packed: MovedActivation | torch.Tensor) -> torch.Tensor:
+        return packed if isinstance(packed, torch.Tensor) else self._lane(packed.device).back(packed)
+
+    def _lane(self, device: torch.device) -> ActivationLane:
+        if device not in self._lanes:
+            self._lanes[device] = ActivationLane(StreamCopies(device))
+        return self._lanes[device]
 
     def assert_in_effect(self, strategy: StrategyName) -> None:
         """Check after the first forward pass, once autograd has called the hooks."""
         found = "the model saved no activations through the hooks that offload them"
         expect(self._seen, strategy, "ActivationsNotOffloaded", found)
-
-
-def _unpack(packed: tuple[torch.device | None, torch.Tensor]) -> torch.Tensor:
-    device, tensor = packed
-    return tensor if device is None else tensor.to(device, non_blocking=True)
 
 
 class _WeightCasts(TorchFunctionMode):

@@ -1,11 +1,14 @@
 """Distribution of a split's features over the ranks, and the sharded model's answers to them.
 
 Every rank runs the same number of batches, because with FSDP and ZeRO-3 a forward pass gathers parameters from all of
-them.
+them. So all halve their batches if one does not fit a GPU: where no rank would wait for another one inside of the pass
+that failed.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,10 +19,13 @@ import torch
 from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.data.slices import WHOLE, TokenSlice
+from finetune_trainer.distributed import summed
 from finetune_trainer.tasks.task_protocol import Answer, TaskModule
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,8 @@ class Deal:
     ranks: int
     tokens: TokenSlice = WHOLE
     """Slice of each feature's tokens in this process."""
+    halves: bool = False
+    """True to halve the batches of all ranks if one does not fit a GPU; False: that ends the attempt."""
 
     def split(self, role: str, wanted: NDArray[np.int64] | None = None) -> DealtSplit:
         """Distribute the features of a split with the indices `wanted`, or all, in batches of similar widths."""
@@ -69,13 +77,38 @@ class DealtSplit:
         training = model.training
         model.eval()
         try:
-            for wanted in self.mine:
-                features = self.deal.prepared.features(self.role, wanted)
-                whole = self.deal.task.collate(features, pad_token_id=self.deal.prepared.pad_token_id)
-                batch = self.deal.tokens.of(whole)
-                placed = {name: value.to(device) for name, value in batch.items()}
-                with torch.no_grad():
-                    answers = self.deal.task.answer(model, placed, features)
+            waiting = deque(self.mine)
+            while waiting:
+                wanted = waiting.popleft()
+                answers = self._answers_to(wanted, model, device)
+                if self.deal.halves and summed([answers is None])[0]:
+                    # Only now, after the error, which holds the tensors of the pass, is released.
+                    torch.cuda.empty_cache()
+                    log.warning("%d rows at once do not fit a GPU's memory: halving this validation.", len(wanted))
+                    waiting = deque(half for batch in (wanted, *waiting) for half in _halved(batch))
+                    continue
+                assert answers is not None
                 yield wanted, answers
         finally:
             model.train(training)
+
+    def _answers_to(
+        self, wanted: NDArray[np.int64], model: torch.nn.Module, device: torch.device
+    ) -> list[Answer] | None:
+        """Return the answers to the features; None if they do not fit the GPU and can be halved."""
+        features = self.deal.prepared.features(self.role, wanted)
+        whole = self.deal.task.collate(features, pad_token_id=self.deal.prepared.pad_token_id)
+        batch = self.deal.tokens.of(whole)
+        placed = {name: value.to(device) for name, value in batch.items()}
+        try:
+            with torch.no_grad():
+                return self.deal.task.answer(model, placed, features)
+        except torch.OutOfMemoryError:
+            if not self.deal.halves or len(wanted) == 1:
+                raise
+            return None
+
+
+def _halved(batch: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Return two parts of a batch; a feature alone is answered twice, so that all ranks have as many batches."""
+    return list(np.array_split(batch, 2)) if len(batch) > 1 else [batch, batch]

@@ -35,6 +35,7 @@ from finetune_trainer.data.slices import LABELS
 from finetune_trainer.distributed import summed
 from finetune_trainer.failures import StageError
 from finetune_trainer.float8 import InFloat8
+from finetune_trainer.packed_attention import PackAttention, WithMasks
 from finetune_trainer.strategies.strategy_protocol import Placed, Strategy
 from finetune_trainer.tasks.task_protocol import REFERENCE, Objective
 from finetune_trainer.training.activations import Activations, OnDevice, assert_checkpointing_in_effect
@@ -148,6 +149,7 @@ class LoopParts:
     in_float8: InFloat8 | None = None
     """Layers in fp8; None: no layer multiplies in fp8."""
     activations: Activations = field(default_factory=OnDevice)
+    packs: PackAttention = field(default_factory=WithMasks)
     clock: PartClock = field(default_factory=PartClock)
     objective: Objective | None = None
     """Loss to minimise; None: the model's own."""
@@ -247,7 +249,8 @@ class TrainingLoop:
         if parts.objective is not None:
             pairs = torch.zeros(parts.collate.items(batch))
             batch |= {f"{REFERENCE}{name}": pairs for name in parts.objective.compares}
-        return self.objective.loss(model, self.engine.to_device(batch))
+        with parts.packs.over(batch):
+            return self.objective.loss(model, self.engine.to_device(batch))
 
     def _ask_reference(self) -> None:
         """Measure the reference: before the first step and any checkpoint, the model is in its initial state."""
@@ -302,6 +305,7 @@ class TrainingLoop:
         clock, own = self.parts.clock, self.parts.strategy.replica_step
         padding = KnownPadding.of(batch)
         clock.enter("data")  # on its way to the device
+        packs = self.parts.packs.over(batch)
         batch = self.engine.to_device(batch)
         counts = iter(items)
         if own is not None and own.pipeline is not None:
@@ -314,7 +318,7 @@ class TrainingLoop:
                 loss = own.pipeline.step(self._passed(batch), share_of)
         else:
             clock.enter("forward")
-            with known_padding(padding):
+            with known_padding(padding), packs:
                 loss = self._share(self.engine.wrapped, batch, next(counts), of_step)
             if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
                 clear_device_cache()
@@ -339,6 +343,7 @@ class TrainingLoop:
                 outputs = model(**{name: value for name, value in batch.items() if name not in LABELS})
                 share = outputs.logits.sum() * 0.0
         self.parts.activations.assert_in_effect(self.parts.strategy.name)
+        self.parts.packs.assert_in_effect()
         return share
 
     def _average_gradients(self) -> None:

@@ -38,6 +38,7 @@ from finetune_trainer.files import share
 from finetune_trainer.float8 import InFloat8, convert, refuse_without_library, refuse_without_units
 from finetune_trainer.metric_names import refuse_unknown_metrics
 from finetune_trainer.models import load_tokenizer, pinned, position_limit, weights_digest
+from finetune_trainer.packed_attention import pack_attention
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, training_environment, write_environment, write_model_card
 from finetune_trainer.signing import signer_of
@@ -301,7 +302,11 @@ def _parts(
 ) -> LoopParts:
     training, prepared, settings = run.training, run.prepared, run.training.strategy
     tokens = _validation_tokens(start.model, training.batch.micro_batch_size, prepared.facts.max_length)
-    deal = Deal(prepared, run.task, tokens, run.data_rank, training.batch.data_parallel, run.tokens_of_rows)
+    # In a forward pass that fails on one GPU the others must not wait for it.
+    alone = settings.replica_ranks == 1 and settings.name != "fsdp" and settings.zero_stage != 3
+    halves = alone and training.world.device == "cuda"
+    ranks = training.batch.data_parallel
+    deal = Deal(prepared, run.task, tokens, run.data_rank, ranks, run.tokens_of_rows, halves=halves)
     reference = _reference(run, start, deal, order, partial(observer.on_validation_batch, saver.first_step))
     return LoopParts(
         strategy=run.strategy,
@@ -320,6 +325,9 @@ def _parts(
         save_on_preemption=training.checkpoints.on_preemption,
         optimizer=training.optimizer,
         checkpointing=settings.activation_checkpointing,
+        packs=pack_attention(
+            start.model, training, torch.device(training.world.device), packing=run.job.preparation.packing
+        ),
         activations=InHostMemory() if settings.offload_activations == "cpu" else OnDevice(),
         clock=clock,
     )
