@@ -291,7 +291,9 @@ def adapted(*skipped: str, form: str | None = None) -> str:
             id="without a checkpoint the next form",
         ),
         pytest.param(("ddp",), "ddp", "ddp+selective-activation-checkpointing", id="ddp does not go on as ZeRO"),
-        pytest.param(tuple(f"ddp{tail}" for tail in RECOMPUTED), "ddp", "ddp-zero1+tensor2", id="but with split layers"),
+        pytest.param(
+            tuple(f"ddp{tail}" for tail in RECOMPUTED), "ddp", "ddp-zero1+tensor2", id="but with split layers"
+        ),
         pytest.param(
             ("deepspeed-zero1",),
             "deepspeed-zero1",

@@ -1,5 +1,5 @@
-"""ZeRO stage 1 over the replicas of a model with split layers or stages: optimizer state divided among the processes that
-have the same part of the model.
+"""ZeRO stage 1 over the replicas of a model with split layers or stages: the processes that have the same part of the
+model divide the optimizer state.
 
 Each weight has one owner among them, who alone has its moments, gets its averaged gradient, steps it, and sends it to
 the others. That sends as much as an all-reduce of the gradients: once to the owner, once from it. Weights go whole, so
@@ -24,8 +24,9 @@ from finetune_trainer.strategies.strategy_protocol import Placed, expect
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from finetune_contract.trainer_job import Training
     from transformers import PreTrainedModel
+
+    from finetune_contract.trainer_job import Training
 
 
 class DividedOptimizer(ModelParallel):
