@@ -109,7 +109,7 @@ def test_owners_have_at_most_one_weight_more_than_an_even_share(weights: list[in
     assert max(loads) <= sum(weights) / ranks + max(weights, default=0)
 
 
-def test_requested_zero_1_beside_split_layers_is_met_and_sends_as_much_as_ddp():
+def test_requested_zero_1_beside_split_layers_sends_as_much_as_ddp():
     asked = {"tensor": 2, "activationCheckpointing": "none"}
     made = planned({"parallelism": {**asked, "zeroStage": 1}})
     assert made.strategy == "ddp-zero1+tensor2"
