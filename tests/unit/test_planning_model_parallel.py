@@ -110,11 +110,11 @@ def test_owners_have_at_most_one_weight_more_than_an_even_share(weights: list[in
 
 
 def test_requested_zero_1_beside_split_layers_sends_as_much_as_ddp():
-    asked = {"tensor": 2, "activationCheckpointing": "none"}
-    made = planned({"parallelism": {**asked, "zeroStage": 1}})
+    parallelism = {"tensor": 2, "activationCheckpointing": "none"}
+    made = planned({"parallelism": {**parallelism, "zeroStage": 1}})
     assert made.strategy == "ddp-zero1+tensor2"
     assert any(each.startswith("strategy ddp-zero1+tensor2: as asked; ") for each in made.reasons)
-    whole = planned({"parallelism": {**asked, "strategy": "ddp"}})
+    whole = planned({"parallelism": {**parallelism, "strategy": "ddp"}})
     mine, theirs = made.estimate.step_parts, whole.estimate.step_parts
     assert mine["communication"] == pytest.approx(theirs["communication"])
     assert mine["optimizer"] < theirs["optimizer"]
@@ -219,8 +219,8 @@ def test_host_memory_holds_read_and_saved_weights(width: int, tensor: int, needs
 
 
 def test_tensor_parallelism_leaves_fewer_replicas_and_less_on_each_gpu():
-    asked = {"strategy": "ddp", "tensor": 4}
-    spread, plain = planned({"parallelism": asked}), planned({"parallelism": {"strategy": "ddp"}})
+    parallelism = {"strategy": "ddp", "tensor": 4}
+    spread, plain = planned({"parallelism": parallelism}), planned({"parallelism": {"strategy": "ddp"}})
     assert spread.strategy == "ddp+tensor4"
     assert sizes(spread)[2] == 2
     assert spread.memory is not None
