@@ -332,7 +332,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         needs=(one_of("zero_stage", 1),),
         rule="must be 1 or auto with spec.parallelism.tensor or pipeline.degree above 1: stage 1 divides the optimizer "
         "state over the replicas",
-        hint="set it to 1, or leave it out",
+        hint="leave it out, or set it to 1",
     ),
     Constraint(
         "divided-optimizer-is-beside-ddp",
