@@ -53,11 +53,11 @@ def gpu_table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def published_speeds() -> str:
-    """Return the table of planned and published speeds."""
-    from planning_support.published_speed import table
+def published_runs() -> str:
+    """Return the tables of planned and published speeds and memory."""
+    from planning_support import published_memory, published_speed
 
-    return table() + "\n"
+    return f"{published_speed.table()}\n\n{published_memory.table()}\n"
 
 
 def argo_health() -> str:
@@ -126,7 +126,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "docs/settings.md": settings_reference,
     "docs/names.md": names_reference,
     "docs/commands.md": command_reference,
-    "docs/estimates.md": between_marks("docs/estimates.md", published_speeds),
+    "docs/estimates.md": between_marks("docs/estimates.md", published_runs),
     "docs/hardware.md": between_marks("docs/hardware.md", gpu_table),
     "docs/operator.md": between_marks("docs/operator.md", launchers_table),
     "docs/support.md": support_matrix,

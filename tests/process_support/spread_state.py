@@ -41,7 +41,8 @@ def go_on(training: dict[str, Any], model: str, before: str | None, out: str, ga
         {"params": [each for each in decoder.parameters() if each.dim() > 1], "weight_decay": 0.1},
         {"params": [each for each in decoder.parameters() if each.dim() == 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    own = strategy.replica_step
+    optimizer = torch.optim.AdamW(groups if own is None else own.stepped_groups(groups), lr=1e-2)
     placed = Placed(decoder, wrapped, optimizer, world.size, torch.device("cpu"))
     if before is not None:
         strategy.load(placed, verify(Path(before)).part("state"))
@@ -49,10 +50,12 @@ def go_on(training: dict[str, Any], model: str, before: str | None, out: str, ga
     for step in range(STEPS):
         ids = torch.arange(8).reshape(2, 4) + step
         wrapped(input_ids=ids, labels=ids).loss.backward()
-        if strategy.replica_step is not None:
-            strategy.replica_step.average_gradients(decoder)
+        if own is not None:
+            own.average_gradients(decoder)
         optimizer.step()
-        optimizer.zero_grad()
+        if own is not None:
+            own.share_weights()
+        decoder.zero_grad()
     _save(strategy, placed, plan.strategy.checkpoint_form, out_folder, gathered=gathered)
     _write_whole(placed, out_folder / "saved.pt")
     if distributed.is_initialized():
@@ -106,6 +109,7 @@ def _parameters(placed: Any) -> dict[str, Any]:
 def _whole(placed: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return weights and optimizer state, gathered by torch. Every process must call it."""
 
+    from finetune_trainer.distributed import patiently_gathered
     from finetune_trainer.strategies.divided_tensors import whole_of
 
     def full(value: Any) -> Any:
@@ -117,7 +121,8 @@ def _whole(placed: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         for name, parameter in _parameters(placed).items()
         if parameter in placed.optimizer.state
     }
-    return weights, state
+    # Each replica may have the state of some weights alone.
+    return weights, {name: entries for each in patiently_gathered(state) for name, entries in each.items()}
 
 
 def _write_whole(placed: Any, path: Path) -> None:

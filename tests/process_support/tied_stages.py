@@ -77,7 +77,7 @@ def in_stages(family: str, training: dict[str, Any], clip: float, out: str) -> N
     torch.distributed.init_process_group("gloo")
     strategy: Any = strategy_for(Training.model_validate(training), None, Path(out))
     model = strategy.prepare_model(model_of(family))
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    optimizer = torch.optim.AdamW(strategy.stepped_groups([{"params": list(model.parameters())}]), **ADAM)
     placed = Placed(model, model, optimizer, torch.distributed.get_world_size(), torch.device("cpu"))
     strategy.assert_in_effect(placed)
     losses, norms = [], []
@@ -92,7 +92,8 @@ def in_stages(family: str, training: dict[str, Any], clip: float, out: str) -> N
         strategy.average_gradients(model)
         norms.append(strategy.clip_gradients(model, clip).item())
         optimizer.step()
-        optimizer.zero_grad()
+        strategy.share_weights()
+        model.zero_grad()
     strategy.write_weights(placed, Path(out) / "weights.safetensors")
     folder = Path(out) / "checkpoint"
     folder.mkdir(exist_ok=True)

@@ -396,9 +396,10 @@ def _pipeline(
     tensor: int = 1,
     schedule: str = "1f1b",
     passes: int = 8,
+    zero_stage: int | None = None,
 ) -> dict[str, Any]:
     made = Pipeline(degree=degree, micro_batches=passes, schedule=schedule)  # type: ignore[arg-type]
-    strategy = _strategy("ddp", checkpointing, pipeline=made, tensor=tensor)
+    strategy = _strategy("ddp", checkpointing, pipeline=made, tensor=tensor, zero_stage=zero_stage)
     return {"strategy": strategy, "rank": rank, "accumulation": passes}
 
 
@@ -445,6 +446,9 @@ HELD_CASES = (
     _decoder("llama pipeline last", WIDTH, _pipeline(4, 7), layers=8, held=False),
     _decoder("llama gpipe first", WIDTH, _pipeline(2, 0, schedule="gpipe", passes=4), layers=4, held=False),
     _decoder("llama pipeline tensor", WIDTH, _pipeline(2, 1, tensor=4, passes=4), layers=4, held=False),
+    _decoder("llama pipeline ZeRO-1", WIDTH, _pipeline(2, 0, "full", passes=4, zero_stage=1), layers=8),
+    _decoder("llama tensor ZeRO-1", WIDTH, _ddp(tensor=2, zero_stage=1), layers=4),
+    _decoder("llama 70B tensor 8 ZeRO-1", LLAMA_70B, _ddp("full", tensor=8, zero_stage=1), size=64, rank=31),
     _decoder("llama fsdp tensor 2", WIDTH, _fsdp(tensor=2), layers=2, tokens=4096),
     _decoder("llama fsdp tensor 4 full", WIDTH, _fsdp("full", tensor=4), layers=8, tokens=8192),
     _decoder("llama fsdp tensor grad-op", WIDTH, _fsdp(tensor=2, fsdp_sharding="grad-op"), layers=4, tokens=2048),

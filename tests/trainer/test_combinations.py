@@ -63,9 +63,11 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         strategy("deepspeed", zero_stage=3, offload_parameters="nvme"),
         ("cpu-swaps-bf16-parameters",),
     ),
-    "a ZeRO stage beside split layers": (
-        strategy("deepspeed", zero_stage=1, tensor=2),
-        ("model-parallel-has-replicas",),
+    "DeepSpeed beside split layers": (strategy("deepspeed", zero_stage=1, tensor=2), ("model-parallel-has-replicas",)),
+    "ZeRO-2 beside split layers": (ddp(zero_stage=2, tensor=2), ("replicas-divide-optimizer-state",)),
+    "ZeRO-1 beside fsdp of split layers": (
+        strategy("fsdp", zero_stage=1, tensor=2),
+        ("divided-optimizer-is-beside-ddp",),
     ),
     "fsdp over stages": (strategy("fsdp", pipeline=PIPELINE), ("fsdp-shards-no-stages",)),
     "hybrid sharding of split layers": (

@@ -91,6 +91,12 @@ CASES = {
         micro=8,
         replicas=2,
     ),
+    "llama, tensor x data with divided optimizer state": Case(
+        "llama", {"tensor": 2, "zero_stage": 1}, "ddp-zero1+tensor2", replicas=2
+    ),
+    "gpt2, pipeline x data with divided optimizer state": Case(
+        "gpt2", {**pipeline("1f1b", 2), "zero_stage": 1}, "ddp-zero1+pipeline2-1f1b", replicas=2
+    ),
     "llama, GPipe": Case("llama", pipeline("gpipe", 4), "ddp+pipeline2-gpipe"),
     "bert, 1F1B": Case("bert", pipeline("1f1b", 4), "ddp+pipeline2-1f1b"),
     "roberta, 1F1B in two passes": Case("roberta", pipeline("1f1b", 2), "ddp+pipeline2-1f1b"),
@@ -210,6 +216,10 @@ TIED = {
     "llama, pipeline x data": ("llama", pipeline("1f1b", 4), 2),
     "gpt2, tensor x pipeline x data": ("gpt2", {"tensor": 2, **pipeline("1f1b", 4)}, 2),
     "llama, tensor x pipeline": ("llama", {"tensor": 2, **pipeline("gpipe", 4)}, 1),
+    "gpt2, tensor x pipeline x data with divided optimizer state": (
+        "gpt2", {"tensor": 2, "zero_stage": 1, **pipeline("1f1b", 4)}, 2,
+    ),
+    "llama, tensor with divided optimizer state": ("llama", {"tensor": 2, "zero_stage": 1}, 2),
     "llama, fsdp over split layers": ("llama", {"name": "fsdp", "tensor": 2}, 2),
     "gpt2, fsdp over split layers, the replicas neighbours": (
         "gpt2", {"name": "fsdp", "tensor": 2, "rank_order": "PTD", "fsdp_sharding": "grad-op"}, 3,
@@ -267,7 +277,9 @@ def test_a_run_goes_on_from_a_checkpoint_however_the_model_is_spread(short_bench
     ways = [
         Case("llama", {"tensor": 2}, "", training=schedule),
         Case("llama", pipeline("1f1b", 4), "", training=schedule),
+        Case("llama", {"tensor": 2, "zero_stage": 1}, "", replicas=2, training=schedule),
         Case("llama", {"name": "fsdp", "tensor": 2}, "", replicas=2, training=schedule),
+        Case("llama", {**pipeline("1f1b", 2), "zero_stage": 1}, "", replicas=2, training=schedule),
         Case("llama", {}, "", training={**schedule, "strategy": Strategy(name="single")}),
     ]
     left = []

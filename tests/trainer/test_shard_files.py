@@ -77,6 +77,7 @@ def ways(bench) -> dict[str, Any]:
         "ddp on 2": bench.spread("ddp", 2),
         "fsdp on 3, which divides nothing evenly": bench.spread("fsdp", 3),
         "tensor on 2": bench.in_replicas(Strategy(name="ddp", tensor=2), 1, 4),
+        "ZeRO-1 over split layers on 2 x 2": bench.in_replicas(Strategy(name="ddp", zero_stage=1, tensor=2), 2, 4),
         "fsdp over split layers on 2 x 2": bench.in_replicas(Strategy(name="fsdp", tensor=2), 2, 4),
         "fsdp on 2 x 2, hybrid": bench.spread("fsdp", 4, fsdp_sharding="hybrid"),
         "fsdp on 1": bench.spread("fsdp", 1),

@@ -57,6 +57,34 @@ def test_hardware_is_compared_by_time_or_by_cost(tmp_path: Path) -> None:
     assert order("--goal", "cost") == list(reversed(NODES))
 
 
+def test_hardware_that_misses_a_deadline_or_a_budget_comes_last(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "settings.yaml").write_text(PRICES)
+    call = ["plan", "job.yaml", "--cluster", "--settings", "settings.yaml", "-o", "json"]
+    for node in NODES:
+        call += ["--what-if", f"{node},nodes=2"]
+    rows = json.loads(finetune(*call, folder=tmp_path).stdout)["hardware"]
+    hours, cost = (rows[0]["seconds"] + 1) / 3600, rows[1]["cost"] + 0.01
+    assert [row["missed"] for row in rows] == [[], []]
+
+    late = finetune(*call, "--goal", "cost", "--deadline", f"{hours}", folder=tmp_path)
+    missed = {row["hardware"]: row["missed"] for row in json.loads(late.stdout)["hardware"]}
+    assert (list(missed), late.returncode) == (list(NODES), 0)
+    assert missed == {NODES[0]: [], NODES[1]: [f"longer than {hours:g} h"]}
+
+    neither = finetune(*call, "--deadline", f"{hours}", "--max-cost", f"{cost}", folder=tmp_path)
+    missed = {row["hardware"]: row["missed"] for row in json.loads(neither.stdout)["hardware"]}
+    assert missed == {NODES[0]: [f"costs more than {cost:g}"], NODES[1]: [f"longer than {hours:g} h"]}
+    assert neither.returncode == 1
+
+
+def test_bounds_without_compared_hardware_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    ran = finetune("plan", "job.yaml", "--cluster", "--deadline", "6", folder=tmp_path)
+    assert ran.returncode == 2
+    assert "--deadline and --max-cost bound the rows of --what-if" in ran.stderr
+
+
 def test_hardware_that_does_not_do_is_a_row_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     small = ("--what-if", "gpu=T4,gpus=1,hostMemory=8Gi")

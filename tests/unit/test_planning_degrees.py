@@ -287,11 +287,13 @@ def adapted(*skipped: str, form: str | None = None) -> str:
         pytest.param(
             ("ddp", "ddp+selective-activation-checkpointing"),
             None,
-            "ddp+sequence2",
+            "ddp-zero1+tensor2",
             id="without a checkpoint the next form",
         ),
         pytest.param(("ddp",), "ddp", "ddp+selective-activation-checkpointing", id="ddp does not go on as ZeRO"),
-        pytest.param(tuple(f"ddp{tail}" for tail in RECOMPUTED), "ddp", "ddp+sequence2", id="but with rows in slices"),
+        pytest.param(
+            tuple(f"ddp{tail}" for tail in RECOMPUTED), "ddp", "ddp-zero1+tensor2", id="but with split layers"
+        ),
         pytest.param(
             ("deepspeed-zero1",),
             "deepspeed-zero1",

@@ -40,6 +40,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "position_biased_input": False,
         "type_vocab_size": 0,
     },
+    "modernbert": {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "intermediate_size": 160},
     "gpt2": {"n_embd": 96, "n_layer": 3, "n_head": 6, "n_positions": 256},
     "gemma": {
         "num_hidden_layers": 2,
@@ -280,6 +281,24 @@ def test_every_decoder_in_the_table_has_a_published_size():
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B-Instruct-AWQ", "org/Llama-3.1-8B-pruned", "org/my-Llama-3.1-8B"])
 def test_a_variant_of_another_shape_is_not_taken_for_the_published_one(name):
     assert "by its name it has" in assumed_model(f"hf://{name}")[1]
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("ModernBERT-base", 149e6), ("ModernBERT-large", 395e6)])
+def test_unread_modernbert_has_its_published_size(name: str, parameters: float):
+    facts, sentence = assumed_model(f"hf://answerdotai/{name}", "masked-lm")
+    assert facts.parameters == pytest.approx(parameters, rel=0.01)
+    assert f"the published shape of {name.lower()} " in sentence
+
+
+def test_name_with_the_size_of_a_published_llama_gives_its_shape():
+    shapes = {size: assumed_model(f"hf://org/some-{size}", "text-generation")[0] for size in ("7b", "8b", "70b", "30b")}
+    found = {size: (facts.hidden_size, facts.layers, facts.vocabulary_size) for size, facts in shapes.items()}
+    assert found == {
+        "7b": (4096, 32, 32_000),
+        "8b": (4096, 32, 128_256),
+        "70b": (8192, 80, 128_256),
+        "30b": (6784, 54, 32_000),  # no published one is so large: a shape of that size
+    }
 
 
 def test_unknown_name_is_taken_as_bert_base_with_a_note():

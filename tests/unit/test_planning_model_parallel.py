@@ -7,8 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from finetune_contract.facts import DataFacts, HardwareFacts, SplitFacts
+from finetune_contract.plans import owners_of
 from finetune_contract.trainer_job import Pipeline, Strategy, World
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.cli.jobview import plan_lines
@@ -78,6 +81,46 @@ def test_fsdp_divides_the_state_of_split_models_among_replicas(degrees):
     assert divided.parameters == pytest.approx(whole.parameters / 4, rel=1e-6)
     assert divided.optimizer == pytest.approx(whole.optimizer / 4, rel=1e-6)
     assert divided.gradients <= whole.gradients / 4
+
+
+@pytest.mark.parametrize(
+    ("degrees", "most"),
+    # A weight is not divided: the embeddings are a third of the first stage.
+    [({"tensor": 2}, 1.02), ({"pipeline": Pipeline(degree=2, micro_batches=4)}, 1.41)],
+)
+def test_zero_1_divides_the_optimizer_state_of_split_models_among_replicas(degrees, most: float):
+    whole, divided = states("ddp", 8, **degrees), states("ddp", 8, zero_stage=1, **degrees)
+    assert (divided.parameters, divided.gradients) == (whole.parameters, whole.gradients)
+    assert whole.optimizer / 4 <= divided.optimizer <= most * whole.optimizer / 4
+    alone = states("ddp", 2, zero_stage=1, **degrees)
+    assert alone.optimizer == whole.optimizer, "one replica has all of it"
+
+
+def test_one_owner_steps_the_embeddings_that_are_more_than_an_even_share():
+    embeddings = LLAMA.vocabulary_size * LLAMA.hidden_size // 2
+    assert states("ddp", 64, zero_stage=1, tensor=2).optimizer == 8 * embeddings
+
+
+@given(st.lists(st.integers(0, 10**9), max_size=60), st.integers(1, 20))
+def test_owners_have_at_most_one_weight_more_than_an_even_share(weights: list[int], ranks: int):
+    owners = owners_of(weights, ranks)
+    loads = [sum(size for size, owner in zip(weights, owners, strict=True) if owner == rank) for rank in range(ranks)]
+    assert sum(loads) == sum(weights)
+    assert max(loads) <= sum(weights) / ranks + max(weights, default=0)
+
+
+def test_requested_zero_1_beside_split_layers_sends_as_much_as_ddp():
+    parallelism = {"tensor": 2, "activationCheckpointing": "none"}
+    made = planned({"parallelism": {**parallelism, "zeroStage": 1}})
+    assert made.strategy == "ddp-zero1+tensor2"
+    assert any(each.startswith("strategy ddp-zero1+tensor2: as asked; ") for each in made.reasons)
+    whole = planned({"parallelism": {**parallelism, "strategy": "ddp"}})
+    mine, theirs = made.estimate.step_parts, whole.estimate.step_parts
+    assert mine["communication"] == pytest.approx(theirs["communication"])
+    assert mine["optimizer"] < theirs["optimizer"]
+    assert made.memory is not None
+    assert whole.memory is not None
+    assert made.memory.total_bytes < whole.memory.total_bytes
 
 
 def test_split_layers_with_fsdp_gather_a_slice_and_have_less_memory():
@@ -176,7 +219,8 @@ def test_host_memory_holds_read_and_saved_weights(width: int, tensor: int, needs
 
 
 def test_tensor_parallelism_leaves_fewer_replicas_and_less_on_each_gpu():
-    spread, plain = planned({"parallelism": {"tensor": 4}}), planned({"parallelism": {"strategy": "ddp"}})
+    parallelism = {"strategy": "ddp", "tensor": 4}
+    spread, plain = planned({"parallelism": parallelism}), planned({"parallelism": {"strategy": "ddp"}})
     assert spread.strategy == "ddp+tensor4"
     assert sizes(spread)[2] == 2
     assert spread.memory is not None
@@ -235,7 +279,7 @@ def test_rank_order_shows_if_a_replica_stays_on_its_node():
 
 
 def test_the_status_counts_the_rows_of_replicas_and_not_of_processes():
-    spread = plan_status(planned({"parallelism": {"tensor": 4}}))
+    spread = plan_status(planned({"parallelism": {"strategy": "ddp", "tensor": 4}}))
     assert (spread.world_size, spread.data_parallel) == (8, 2)
     assert plan_lines(spread)[0] == "ddp+tensor4 by job, 8 processes, batch 64 = 32 x 1 x 2"
     plain = plan_status(planned({"parallelism": {"strategy": "ddp"}}))

@@ -53,6 +53,37 @@ class Scenario:
         }
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """Order of compared hardware, and bounds that it should keep."""
+
+    by_cost: bool
+    hours: float | None = None
+    """Most hours of the training; None: any."""
+    cost: float | None = None
+    """Most cost of the training; None: any."""
+
+    def missed(self, row: Scenario) -> tuple[str, ...]:
+        """Return the bounds that the plan of `row` does not keep, or that its unknown figures may not keep."""
+        if row.made is None:
+            return ()
+        estimate, found = row.made.estimate, []
+        if self.hours is not None and (estimate.seconds is None or estimate.seconds > 3600 * self.hours):
+            found.append(f"longer than {self.hours:g} h" if estimate.seconds is not None else "time unknown")
+        if self.cost is not None and (estimate.cost is None or estimate.cost > self.cost):
+            found.append(f"costs more than {self.cost:g}" if estimate.cost is not None else "cost unknown")
+        return tuple(found)
+
+    def order(self, row: Scenario) -> tuple[bool, bool, float, float]:
+        """Return the sort key: refused hardware last, before it what misses a bound."""
+        if row.made is None:
+            return True, True, 0.0, 0.0
+        seconds, cost = row.made.estimate.seconds, row.made.estimate.cost
+        figures = (float("inf") if seconds is None else seconds, float("inf") if cost is None else cost)
+        first, second = reversed(figures) if self.by_cost else figures
+        return False, bool(self.missed(row)), first, second
+
+
 # ---------------------------------------------------------------------------------------------------------------- forms
 
 
@@ -137,18 +168,19 @@ def described(text: str, settings: Settings) -> Described:
 
 
 def compare_hardware(
-    entry: JobEntry, facts: Facts, settings: Settings, given: Iterable[Described], *, by_cost: bool, output: Output
+    entry: JobEntry, facts: Facts, settings: Settings, given: Iterable[Described], wanted: Wanted, output: Output
 ) -> None:
-    """Print the plans of a job for each described hardware; end with 1 if all of them refuse it."""
-    rows = sorted((_scenario(entry, facts, settings, each) for each in given), key=lambda row: _order(row, by_cost))
+    """Print the plans of a job for each described hardware; end with 1 if each refuses it or misses a bound."""
+    rows = sorted((_scenario(entry, facts, settings, each) for each in given), key=wanted.order)
     if output is not Output.TEXT:
-        emit([{"name": entry.job.name, "hardware": [row.data() for row in rows]}], output)
+        hardware = [{**row.data(), "missed": list(wanted.missed(row))} for row in rows]
+        emit([{"name": entry.job.name, "hardware": hardware}], output)
     else:
         table = _table("hardware", "nodes", "strategy", "micro-batch", "memory", "time", "cost", "remark")
         for row in rows:
-            table.add_row(*_hardware_cells(row, rows))
+            table.add_row(*_hardware_cells(row, rows, wanted))
         out().print(table)
-    if all(row.made is None for row in rows):
+    if all(row.made is None or wanted.missed(row) for row in rows):
         raise typer.Exit(1)
 
 
@@ -174,16 +206,7 @@ def _scenario(entry: JobEntry, facts: Facts, settings: Settings, given: Describe
     return Scenario(given.text, nodes, made)
 
 
-def _order(row: Scenario, by_cost: bool) -> tuple[bool, float, float]:
-    if row.made is None:
-        return True, 0.0, 0.0
-    seconds, cost = row.made.estimate.seconds, row.made.estimate.cost
-    figures = (float("inf") if seconds is None else seconds, float("inf") if cost is None else cost)
-    first, second = reversed(figures) if by_cost else figures
-    return False, first, second
-
-
-def _hardware_cells(row: Scenario, rows: list[Scenario]) -> tuple[str, ...]:
+def _hardware_cells(row: Scenario, rows: list[Scenario], wanted: Wanted) -> tuple[str, ...]:
     made = row.made
     if made is None or made.trainer.training is None:
         return row.text, str(row.nodes), "refused", "", "", "", "", row.refused or "nothing is trained"
@@ -196,7 +219,7 @@ def _hardware_cells(row: Scenario, rows: list[Scenario]) -> tuple[str, ...]:
         "" if memory is None else f"{human_bytes(memory.total_bytes)} of {human_bytes(memory.capacity_bytes)}",
         _time(estimate.seconds),
         _cost(estimate.cost, estimate.currency),
-        ", ".join(_remarks(row, rows)),
+        ", ".join((*wanted.missed(row), *_remarks(row, rows))),
     )
 
 

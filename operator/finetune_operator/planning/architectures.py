@@ -206,6 +206,27 @@ def _deberta_v2(config: _Config, task: Task, labels: int) -> _Counts:
     )
 
 
+def _modernbert(config: _Config, task: Task, labels: int) -> _Counts:
+    h, f = config.number("hidden_size"), config.number("intermediate_size")
+    vocabulary, layers = config.number("vocab_size"), config.number("num_hidden_layers")
+    shapes = {"attn.Wqkv": (h, 3 * h), "attn.Wo": (h, h), "mlp.Wi": (h, 2 * f), "mlp.Wo": (f, h)}
+    dense = h * h + h  # with a norm, and tied to the embeddings for masked-lm
+    return _Counts(
+        embeddings=vocabulary * h,
+        block=sum(inputs * outputs for inputs, outputs in shapes.values()) + 2 * h,
+        layers=layers,
+        rest=h,  # norms of embeddings and outputs, and the first block lacks one
+        head=dense + (vocabulary if task == "masked-lm" else _linear(h, labels)),
+        hidden=h,
+        feed_forward=f,
+        heads=config.number("num_attention_heads"),
+        vocabulary=vocabulary,
+        positions=config.number("max_position_embeddings", default=8192),
+        tied=True,
+        linears=_widths(layers, shapes),
+    )
+
+
 def _gpt2(config: _Config, task: Task, labels: int) -> _Counts:
     h = config.number("n_embd", default=768)
     f = config.number("n_inner", default=4 * h)
@@ -366,6 +387,7 @@ _FORMULAS: dict[str, _Formula] = {
     "llama": _llama,
     "mistral": _llama,
     "mixtral": _llama,
+    "modernbert": _modernbert,
     "phi3": _llama,
     "qwen2": _llama,
     "qwen3": _llama,

@@ -18,7 +18,7 @@ from finetune_contract.facts import DeviceFacts, HardwareFacts, ModelFacts
 from finetune_operator.api.quantities import human_count, parse_quantity
 from finetune_operator.planning.architectures import ARCHITECTURES, UnknownArchitectureError, model_facts
 from finetune_operator.planning.devices import GPU_MODELS, Rows, find_gpu
-from finetune_operator.planning.known_models import known_config, known_name
+from finetune_operator.planning.known_models import Config, known_config, known_name
 
 __all__ = [
     "ARCHITECTURES",
@@ -50,6 +50,10 @@ LEAST_GPU_MEMORY = 15_360 << 20
 FALLBACK_NAME = "bert-base-uncased"
 LLAMA_VOCABULARY = 32_000
 """Vocabulary size of Llama 2."""
+_LLAMAS = ("llama-2-7b", "llama-2-13b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b")
+"""Published shapes that stand for unread models of about their size."""
+NEAR_SIZE = 0.08
+"""Most difference of a published size, divided by the named one: names round, as 7B for 6.7 billion."""
 LEAST_SIZE_IN_NAME = 5_000_000
 """Least number in a name that counts as parameters: below it, `1m` is a context length or a number of rows."""
 _SIZE_UNITS = {"b": 1e9, "m": 1e6}
@@ -65,7 +69,7 @@ def is_well_known(uri: str) -> bool:
 def assumed_model(uri: str, task: Task = "text-classification", labels: int = 2) -> tuple[ModelFacts, str]:
     """Return facts for a model that could not be read, and a sentence with the assumption.
 
-    A well-known name gives that checkpoint's published shape, a name with a size (`-70B`) a decoder of that size, and
+    A well-known name gives that checkpoint's published shape, a name with a size (`-70B`) a Llama of that size, and
     any other name the shape of BERT base, which may be far off.
     """
     words = [part.lower() for part in uri.partition("://")[2].split("/") if part]
@@ -77,7 +81,7 @@ def assumed_model(uri: str, task: Task = "text-classification", labels: int = 2)
         facts = model_facts(known_config(FALLBACK_NAME), "text-classification", labels)
     size = f"{human_count(facts.parameters)} parameters"
     if name is None and (named_size := _size_in_name(words[-1:])) is not None:
-        facts = model_facts(_decoder_of(named_size), task, labels)
+        facts = model_facts(_published_of(named_size) or _decoder_of(named_size), task, labels)
         return facts, (
             f"model: {uri} was not read; by its name it has {human_count(named_size)} parameters, and a Llama-like "
             f"model of about that size is taken: {facts.layers} layers, {facts.hidden_size:,} wide"
@@ -94,6 +98,13 @@ def _size_in_name(words: Sequence[str]) -> int | None:
     """Return the parameters by a model's name, `llama-3.1-70b` or `opt-350m`; the largest number if it has several."""
     sizes = [round(float(number) * _SIZE_UNITS[unit]) for word in words for number, unit in _SIZE_IN_NAME.findall(word)]
     return max((size for size in sizes if size >= LEAST_SIZE_IN_NAME), default=None)
+
+
+def _published_of(parameters: int) -> Config | None:
+    """Return the config of the published Llama that is closest to that size; None if none is near it."""
+    sizes = {name: model_facts(known_config(name), "text-generation").parameters for name in _LLAMAS}
+    name = min(sizes, key=lambda each: abs(sizes[each] - parameters))
+    return known_config(name) if abs(sizes[name] / parameters - 1) <= NEAR_SIZE else None
 
 
 def _decoder_of(parameters: int) -> dict[str, JsonValue]:

@@ -49,6 +49,10 @@ def _deberta_v3(h: int, layers: int, heads: int) -> Config:
     }
 
 
+def _modernbert(h: int, layers: int, heads: int, f: int) -> Config:
+    return _bert(h, layers, heads, f, 50_368) | {"model_type": "modernbert", "max_position_embeddings": 8192}
+
+
 def _gpt2(h: int, layers: int, heads: int, positions: int = 1024) -> Config:
     return {"model_type": "gpt2", "n_embd": h, "n_layer": layers, "n_head": heads, "n_positions": positions}
 
@@ -87,6 +91,8 @@ _EXACT: dict[str, Config] = {
     "deberta-v3-small": _deberta_v3(768, 6, 12),
     "deberta-v3-base": _deberta_v3(768, 12, 12),
     "deberta-v3-large": _deberta_v3(1024, 24, 16),
+    "modernbert-base": _modernbert(768, 22, 12, 1152),
+    "modernbert-large": _modernbert(1024, 28, 16, 2624),
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-medium": _gpt2(1024, 24, 16),
     "gpt2-large": _gpt2(1280, 36, 20),

@@ -38,8 +38,8 @@ def ladder(asked: ParallelismSpec, world: World, compared: bool = False) -> Iter
     Sharding comes before recomputation, and both before offload (each step waits for the host), of the optimizer's
     state first. ZeRO-0 is not tried by itself: ddp computes the same. Offload is tried on GPUs only, as on CPU it moves
     nothing, and never to files, whose speed is unknown. fsdp and selective checkpointing are tried where times are
-    `compared`: neither is always cheaper than the rung after it. Beside split layers and stages fsdp is the only
-    strategy that shards, over the replicas if there are several.
+    `compared`: neither is always cheaper than the rung after it. Beside split layers and stages the replicas, if there
+    are several, divide the optimizer state (ddp with ZeRO-1), or all state (fsdp).
     """
     modes: tuple[CheckpointingMode, ...] = ("none", "selective", "full") if compared else ("none", "full")
     if asked.activation_checkpointing != "auto":
@@ -77,6 +77,7 @@ def _sharding(asked: ParallelismSpec, world: World, compared: bool) -> Iterator[
         case None if asked.model_ranks > 1:
             yield Strategy(name="ddp")
             if world.size > asked.model_ranks:
+                yield Strategy(name="ddp", zero_stage=1)
                 yield Strategy(name="fsdp")
         case None:
             yield Strategy(name="single" if world.size == 1 else "ddp")
@@ -86,8 +87,8 @@ def _sharding(asked: ParallelismSpec, world: World, compared: bool) -> Iterator[
                 yield from (Strategy(name="deepspeed", zero_stage=stage) for stage in (1, 2, 3))
         case "deepspeed" if asked.zero_stage == "auto":
             yield from (Strategy(name="deepspeed", zero_stage=stage) for stage in (1, 2, 3))
-        case "deepspeed":
-            yield Strategy.model_validate({"name": "deepspeed", "zero_stage": asked.zero_stage})
+        case "deepspeed" | "ddp" as name if asked.zero_stage != "auto":
+            yield Strategy.model_validate({"name": name, "zero_stage": asked.zero_stage})
         case "fsdp":
             yield Strategy(name="fsdp", fsdp_sharding=asked.sharding)
         case name:

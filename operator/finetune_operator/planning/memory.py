@@ -46,6 +46,7 @@ from finetune_operator.planning.model_parallel_plan import (
     in_flight,
     layers_of_a_process,
     parameters_of_a_process,
+    stepped_parameters,
 )
 from finetune_operator.planning.plan_types import MemoryEstimate, MemoryTerm
 from finetune_operator.planning.sequence_plan import slice_tokens
@@ -204,6 +205,13 @@ class Workload:
         return layers_of_a_process(self.model, self.strategy.pipeline, end=self.end, head=head)
 
     @cached_property
+    def stepped(self) -> int:
+        """Return the parameters of one process that has its part of the model whole whose optimizer state it has."""
+        if self.strategy.model_ranks == 1 or self.strategy.name != "ddp":
+            return self.trained
+        return stepped_parameters(self.model, self.strategy, self.layers, self.held, self.replicas)
+
+    @cached_property
     def four_bit(self) -> int:
         """Return the number of held weights that are in 4 bits."""
         return four_bit_weights(self.model, self.adapter)
@@ -283,7 +291,7 @@ def _torch_states(work: Workload) -> ModelStates:
     loading = _loading_bytes(work)
     # Processes that have an expert have all of it.
     divided: float = work.shards / _padded(work) if work.strategy.name == "fsdp" else 1
-    sizes = (_shards(held, 4, divided), _shards(count, 4, divided), _shards(count, state, divided))
+    sizes = (_shards(held, 4, divided), _shards(count, 4, divided), _shards(work.stepped, state, divided))
     if work.strategy.offload_parameters == "cpu":
         # torch's CPUOffloadPolicy moves all three together, and the optimizer steps on the host; scales stay.
         scales, moved = int(SCALE_BYTES * work.four_bit), sum(sizes)
@@ -318,7 +326,7 @@ def _torch_states(work: Workload) -> ModelStates:
         host=loading,
         parameters_formula=_formula("4", held, divided) + part,
         gradients_formula=_formula("4", count, divided) + part,
-        optimizer_formula=_formula(f"{state:.3g}", work.trained, divided) + part,
+        optimizer_formula=_formula(f"{state:.3g}", work.stepped, divided) + part,
     )
 
 
@@ -839,7 +847,7 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
         match moment:
             case "head":
                 sized = each * work.head, f"{each} x {work.head:,} of the head"
-            case "layers" if model.idle_parameters and work.strategy.zero_stage in (0, 1, 2):
+            case "layers" if model.idle_parameters and work.deepspeed and work.strategy.zero_stage in (0, 1, 2):
                 sized = width * model.block_parameters, f"{width} x {model.block_parameters:,} of a block"
             case "layers" if model.idle_parameters and work.autocast and work.accumulates:
                 experts = largest_weight(model)

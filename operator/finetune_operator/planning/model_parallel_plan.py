@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from finetune_contract.choices import RankOrder
 from finetune_contract.facts import ModelFacts
-from finetune_contract.plans import tensor_families
+from finetune_contract.plans import owners_of, tensor_families
 from finetune_contract.trainer_job import Pipeline, Strategy
 from finetune_operator.api.rules.batch_rules import keeps_full
 from finetune_operator.api.types import ParallelismSpec, PipelineSpec
@@ -98,6 +98,37 @@ def parameters_of_a_process(
     layers = layers_of_a_process(model, pipeline, end=end, head=head)
     there = max(ends.values()) if end is None else ends[end]
     return min(model.parameters, layers * model.block_parameters + there) // strategy.tensor
+
+
+def weights_of_a_process(model: ModelFacts, strategy: Strategy, layers: int, held: int) -> list[int]:
+    """Return the elements of each weight of a process with `layers` layers and `held` parameters: those of blocks, and
+    the rest as the embeddings or the head, whose vectors are small. Blocks of unknown layers count as four square ones
+    and two of the feed-forward layer.
+    """
+    block = [each.weights // model.layers for each in model.linear_layers.values()]
+    if not block:
+        wide = model.hidden_size * model.intermediate_size
+        block = [model.hidden_size**2] * 4 + [wide] * 2
+    if experts := model.block_parameters - sum(block) if model.idle_parameters else 0:
+        block += [2 * experts // 3, experts // 3]  # gate and up are one weight, down is another
+    weights = [each // strategy.tensor for each in block] * layers
+    vocabulary = model.vocabulary_size * model.hidden_size // strategy.tensor
+    rest = max(0, held - sum(weights))
+    whole, left = divmod(rest, vocabulary)
+    return [*weights, *[vocabulary] * whole, left]
+
+
+def stepped_parameters(model: ModelFacts, strategy: Strategy, layers: int, held: int, replicas: int) -> int:
+    """Return the parameters whose optimizer state the fullest data rank has: `held` ones, or its weights among them
+    with ZeRO-1.
+    """
+    if strategy.zero_stage is None or replicas == 1:
+        return held
+    weights = weights_of_a_process(model, strategy, layers, held)
+    loads = [0] * replicas
+    for size, owner in zip(weights, owners_of(weights, replicas), strict=True):
+        loads[owner] += size
+    return min(held, max(loads))
 
 
 def rank_order(placement: str) -> RankOrder:

@@ -68,6 +68,7 @@ than the kernels.
 HOOK_SECONDS: dict[str, float] = {
     "single": 0.0,
     "ddp": 0.05e-3,
+    "ddp-zero1": 0.05e-3,
     "fsdp": 1.7e-3,
     "deepspeed-zero0": 0.7e-3,
     "deepspeed-zero1": 0.7e-3,
@@ -77,6 +78,10 @@ HOOK_SECONDS: dict[str, float] = {
 """Time of Python code of a strategy for a layer's passes and its share of the step, beside that of the model itself
 (which took 0.8 ms, as its 167 kernels do). Measured with torch 2.15 and DeepSpeed 0.19 on one process of a CPU whose
 BERT of 4 and 12 layers is so narrow (16) that nothing else counts. Like launches, it runs ahead of the GPU.
+"""
+MESSAGE_BYTES = 8
+"""Bytes to copy an fp32 weight into a message, or out of it: read 4, write 4. With ZeRO-1 over replicas an owner copies
+its weights in, and the others copy them out.
 """
 CAST_BYTES = 6
 """Bytes to convert one fp32 weight to 16 bits under autocast: read 4, write 2."""
@@ -447,7 +452,7 @@ def _sending(work: StepWork, machine: Machine, computing: float) -> float:
     rate = machine.ring_rate
     if strategy.name == "fsdp" or strategy.zero_stage == 3:
         return _gathering(work, machine, computing, held, trained)
-    if strategy.zero_stage in (1, 2):
+    if strategy.name == "deepspeed" and strategy.zero_stage in (1, 2):
         reducing = 2 * share * trained * work.width / rate + machine.latency * 2
         hidden = computing * 2 / 3 if strategy.zero_stage == 2 else last_backward
         times = micros if strategy.zero_stage == 2 else 1
@@ -457,6 +462,7 @@ def _sending(work: StepWork, machine: Machine, computing: float) -> float:
     width = work.width if strategy.name == "deepspeed" else 4
     if split > 1:
         rate = _replica_rate(machine)
+    # ZeRO-1 over replicas reduces gradients to the owners of weights, and gets the weights from them: as many bytes.
     reducing = 2 * share * trained * width / rate + 2 * machine.latency
     # The bucket of the first layers is reduced when nothing is left to compute.
     tail = reducing / work.model.layers
@@ -511,7 +517,10 @@ def _optimizer(work: StepWork, machine: Machine) -> tuple[float, float]:
     if strategy.offload_optimizer == "none" and strategy.offload_parameters == "none":
         if not machine.memory:
             return 0.0, 0.0
-        return OPTIMIZER_BYTES[work.optimizer] * own / (machine.memory * MEMORY_SHARE), 0.0
+        moved = OPTIMIZER_BYTES[work.optimizer] * own
+        if strategy.name == "ddp" and sharded:
+            moved += MESSAGE_BYTES * trained
+        return moved / (machine.memory * MEMORY_SHARE), 0.0
     torch_steps = strategy.name == "fsdp"
     of_node = own * machine.gpus_per_node
     seconds = of_node * machine.adam_seconds(TORCH_ADAM_SECONDS if torch_steps else CPU_ADAM_SECONDS)

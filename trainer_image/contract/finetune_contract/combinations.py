@@ -211,7 +211,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         "zero-stage-needs-deepspeed",
         "parallelism.zeroStage",
-        when=(none_of("zero_stage"),),
+        when=(none_of("zero_stage"), one_of("model_ranks", 1)),
         needs=(one_of("strategy", "deepspeed"),),
         rule="is a DeepSpeed setting and needs spec.parallelism.strategy deepspeed or auto",
         hint="leave it out, or set spec.parallelism.strategy to deepspeed",
@@ -321,9 +321,26 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "model-parallel-has-replicas",
         "parallelism.strategy",
         when=(none_of("model_ranks", 1),),
-        needs=(one_of("strategy", "ddp", "fsdp"), one_of("zero_stage")),
-        rule="must be ddp, fsdp or auto, without zeroStage, with spec.parallelism.tensor or pipeline.degree above 1",
-        hint="set strategy to ddp or auto and leave zeroStage out, or set tensor and pipeline.degree to 1",
+        needs=(one_of("strategy", "ddp", "fsdp"),),
+        rule="must be ddp, fsdp or auto with spec.parallelism.tensor or pipeline.degree above 1",
+        hint="set it to ddp or auto, or set tensor and pipeline.degree to 1",
+    ),
+    Constraint(
+        "replicas-divide-optimizer-state",
+        "parallelism.zeroStage",
+        when=(none_of("model_ranks", 1),),
+        needs=(one_of("zero_stage", 1),),
+        rule="must be 1 or auto with spec.parallelism.tensor or pipeline.degree above 1: stage 1 divides the optimizer "
+        "state over the replicas",
+        hint="leave it out, or set it to 1",
+    ),
+    Constraint(
+        "divided-optimizer-is-beside-ddp",
+        "parallelism.zeroStage",
+        when=(none_of("model_ranks", 1), none_of("zero_stage"), one_of("strategy", "fsdp")),
+        needs=(one_of("zero_stage"),),
+        rule="cannot be combined with spec.parallelism.strategy fsdp, which divides all state over the replicas",
+        hint="leave it out, or set spec.parallelism.strategy to ddp",
     ),
     # Replicas of stages wait for each other for ever, with some models (torch 2.15, gloo).
     Constraint(

@@ -5,7 +5,9 @@ that can be split, found by inspecting the installed transformers and our own pl
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
+from heapq import heapreplace
 from importlib import resources
 
 AVERAGED_ELEMENTS = 25_000_000
@@ -73,6 +75,19 @@ SEQUENCE_FAMILIES = ("gemma", "gpt2", "llama", "mistral", "phi3", "qwen2", "qwen
 """Values of a config's `model_type` whose rows are known to split into slices of tokens. Others are inspected when
 theirs are to be split.
 """
+
+
+def owners_of(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """Return the rank in `range(ranks)` that owns each weight, of these numbers of elements: the largest weights first,
+    each to the rank that has the fewest elements so far.
+    """
+    loads = [(0, rank) for rank in range(ranks)]
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
+        elements, rank = loads[0]
+        owners[index] = rank
+        heapreplace(loads, (elements + sizes[index], rank))
+    return tuple(owners)
 
 
 @cache

@@ -138,7 +138,7 @@ class Strategy(Order):
 
     name: StrategyName
     zero_stage: ZeroStage | None = None
-    """ZeRO stage. Only with `deepspeed`."""
+    """ZeRO stage. With `deepspeed`; with `ddp` stage 1 beside tensor or pipeline parallelism, over the replicas."""
     fsdp_sharding: Sharding = "full"
     """Kind of sharding. Only with `fsdp`."""
     offload_optimizer: OffloadDevice = "none"
@@ -173,6 +173,8 @@ class Strategy(Order):
     @property
     def checkpoint_form(self) -> str:
         """Form of a checkpoint, by its writer; DeepSpeed with state in files reads only its own form."""
+        if self.name != "deepspeed":
+            return self.name
         return self.sharding + ("-nvme" if self.offload_optimizer == "nvme" else "")
 
     def resumes_from(self, form: str) -> bool:

@@ -143,6 +143,11 @@ def _position(value: DTensor, dimension: str) -> Position:
     return Position(mesh.size(at), mesh.get_local_rank(at))
 
 
+def local_part(value: torch.Tensor) -> torch.Tensor:
+    """Return the part of `value` that this process has, in the same memory."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def whole_of(value: torch.Tensor) -> torch.Tensor:
     """Return the unsharded tensor. Every process with a part must call it."""
     if not isinstance(value, DTensor):

@@ -197,7 +197,8 @@ class ModelParallel(FullState):
         if self.pipeline is not None:
             self._assert_in_stages(held)
         stepped = {id(each) for group in placed.optimizer.param_groups for each in group["params"]}
-        lost = [name for name, each in held.items() if each.requires_grad and id(each) not in stepped]
+        mine = {name: each for name, each in held.items() if each.requires_grad and self._steps(each)}
+        lost = [name for name, each in mine.items() if id(each) not in stepped]
         expect(not lost, self._label, "NotOptimized", f"the optimizer lacks {lost[:1]}")
 
     def _assert_in_stages(self, held: Mapping[str, torch.Tensor]) -> None:
@@ -216,6 +217,17 @@ class ModelParallel(FullState):
 
     # ------------------------------------------------------------------------------------------------------------ step
 
+    def _steps(self, parameter: torch.Tensor) -> bool:
+        """Return whether the optimizer of this process steps `parameter`."""
+        return True
+
+    def stepped_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the groups of parameters that this process steps: all."""
+        return groups
+
+    def share_weights(self) -> None:
+        """Do nothing: every replica has stepped all of its weights."""
+
     def average_gradients(self, model: PreTrainedModel) -> None:
         """Sum gradients of which several processes of a replica have a part, and average all over the replicas, once a
         step.
@@ -230,29 +242,37 @@ class ModelParallel(FullState):
         self._sum_tied(held)
         for name in summed_weights(self._plan):
             if name in held:
-                distributed.all_reduce(_local_gradient(held[name]), group=self._mesh[TENSOR].get_group())
+                distributed.all_reduce(local_gradient(held[name]), group=self._mesh[TENSOR].get_group())
 
     def _average_over_replicas(self, held: Mapping[str, torch.Tensor]) -> None:
-        assert self._mesh is not None
-        group = self._mesh[DATA].get_group()
-        parameters = [parameter for parameter in held.values() if parameter.requires_grad]
-        # A weight that no row of any replica used keeps no gradient, as in one process: a gradient of 0 would decay it.
-        # The flags are reduced in host memory, where reading them does not wait for the device.
-        used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
-        distributed.all_reduce(used, op=distributed.ReduceOp.MAX, group=group)
-        wanted = [parameter for parameter, is_used in zip(parameters, used.tolist(), strict=True) if is_used]
-        for bucket in _buckets([_local_gradient(parameter) for parameter in wanted]):
+        wanted, group = self._used_by_replicas(held), self._replica_group
+        for bucket in buckets([local_gradient(parameter) for parameter in wanted]):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             distributed.all_reduce(flat, group=group)
             flat /= self.shape.data
-            parts = torch.split(flat, [gradient.numel() for gradient in bucket])
-            for gradient, part in zip(bucket, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+            copy_parts(flat, bucket)
+
+    @property
+    def _replica_group(self) -> Any:
+        """Group of the processes that have the same part of the model in different replicas."""
+        assert self._mesh is not None
+        return self._mesh[DATA].get_group()
+
+    def _used_by_replicas(self, held: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the trained parameters that a row of any replica has used.
+
+        A weight that none used keeps no gradient, as in one process: a gradient of 0 would decay it. The flags are
+        reduced in host memory, where reading them does not wait for the device.
+        """
+        parameters = [parameter for parameter in held.values() if parameter.requires_grad]
+        used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+        distributed.all_reduce(used, op=distributed.ReduceOp.MAX, group=self._replica_group)
+        return [parameter for parameter, is_used in zip(parameters, used.tolist(), strict=True) if is_used]
 
     def _sum_tied(self, held: Mapping[str, torch.Tensor]) -> None:
         for name, group in self._tied_groups.items():
             mine = name if name in held else self._tied[name]
-            distributed.all_reduce(_local_gradient(held[mine]), group=group)
+            distributed.all_reduce(local_gradient(held[mine]), group=group)
 
     def clip_gradients(self, model: PreTrainedModel, most: float) -> torch.Tensor:
         """Scale gradients so that their norm over the whole model is at most `most`, and return the norm before."""
@@ -262,7 +282,7 @@ class ModelParallel(FullState):
         for name, parameter in model.named_parameters():
             if parameter.grad is None:
                 continue
-            local = _local_gradient(parameter)
+            local = local_gradient(parameter)
             gradients.append(local)
             if name in self._tied_groups:
                 continue  # counted where it has its first name
@@ -344,7 +364,8 @@ class ModelParallel(FullState):
     def load(self, placed: Placed, part: CheckpointPart) -> None:
         """Read the parts that this process needs."""
         held = placed.model.state_dict()  # first, as in `save`
-        parameters = {self._tied.get(name, name): value for name, value in parameter_names(placed.model).items()}
+        named = parameter_names(placed.model)
+        parameters = {self._tied.get(name, name): value for name, value in named.items() if self._steps(value)}
         if is_gathered(part):
             self._load_gathered(placed, part, parameters)
         else:
@@ -419,7 +440,7 @@ def _probe(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in outputs.items() if isinstance(value, torch.Tensor)}
 
 
-def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
+def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """Return this process's part of the gradient, zeros if there is none; changing it changes the gradient."""
     from torch.distributed.tensor import DTensor
 
@@ -439,7 +460,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     return whole_of(value).detach().to("cpu", copy=True).contiguous()
 
 
-def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield gradients in order, in buckets of at most AVERAGED_ELEMENTS elements; a larger one comes alone."""
     bucket: list[torch.Tensor] = []
     elements = 0
@@ -451,3 +472,10 @@ def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         elements += gradient.numel()
     if bucket:
         yield bucket
+
+
+def copy_parts(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    """Copy consecutive parts of a flat tensor into tensors of any shapes."""
+    parts = torch.split(flat, [target.numel() for target in targets])
+    for target, part in zip(targets, parts, strict=True):
+        target.copy_(part.view_as(target))

@@ -12,6 +12,7 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.strategies import sequence
 from finetune_trainer.strategies.ddp import DataParallel
 from finetune_trainer.strategies.deepspeed import DeepSpeed
+from finetune_trainer.strategies.divided_optimizer import DividedOptimizer
 from finetune_trainer.strategies.fsdp import FullySharded
 from finetune_trainer.strategies.model_parallel import ModelParallel, refuse_broken_passes
 from finetune_trainer.strategies.sharded_replicas import ShardedReplicas
@@ -43,8 +44,15 @@ def strategy_for(training: Training, deepspeed: Mapping[str, Any] | None, scratc
         return sequence.SequenceParallel(_around_whole_models(training, deepspeed, scratch), training)
     if settings.model_ranks > 1:
         refuse_broken_passes(training)
-        return ShardedReplicas(training) if settings.name == "fsdp" else ModelParallel(training)
+        return _around_split_models(training)
     return _around_whole_models(training, deepspeed, scratch)
+
+
+def _around_split_models(training: Training) -> Strategy:
+    settings = training.strategy
+    if settings.name == "fsdp":
+        return ShardedReplicas(training)
+    return ModelParallel(training) if settings.zero_stage is None else DividedOptimizer(training)
 
 
 def _around_whole_models(training: Training, deepspeed: Mapping[str, Any] | None, scratch: Path) -> Strategy:

@@ -60,6 +60,12 @@ class ReplicaStep(Protocol):
     def pipeline(self) -> Pipeline | None:
         """Pipeline that runs forward and backward in place of the model; None: the model itself does."""
 
+    def stepped_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the optimizer's groups with the parameters that this process steps; a group may become empty."""
+
+    def share_weights(self) -> None:
+        """Get the weights that other replicas have stepped, after the optimizer's step. Every rank must call it."""
+
     def average_gradients(self, model: PreTrainedModel) -> None:
         """Average gradients over the whole global batch, once a step. Every rank must call it."""
 

@@ -104,7 +104,8 @@ class Engine:
             activate_neftune(self.model, args.neftune_noise_alpha)  # type: ignore[no-untyped-call]
         self._look_for_unused_weights(first_loss)
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, self.model)
-        self._wrap(kind(parameter_groups(self.model, args.weight_decay), **settings))
+        groups, own = parameter_groups(self.model, args.weight_decay), self._strategy.replica_step
+        self._wrap(kind(groups if own is None else own.stepped_groups(groups), **settings))
         further: Any = args.lr_scheduler_kwargs
         warmup = args.get_warmup_steps(args.max_steps)
         self.schedule = get_scheduler(args.lr_scheduler_type, self.optimizer, warmup, args.max_steps, further)
@@ -186,6 +187,8 @@ class Engine:
         """Clip the gradients, step, and clear them."""
         grad_norm = self._clipped(self.args.max_grad_norm or math.inf)
         self.optimizer.step()
+        if (own := self._strategy.replica_step) is not None:
+            own.share_weights()
         return self._stepped(grad_norm)
 
     def _clipped(self, most: float) -> Any:

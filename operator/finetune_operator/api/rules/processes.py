@@ -9,10 +9,14 @@ from finetune_operator.api.types import FineTuneJobSpec, ParallelismSpec
 
 
 def requested_strategy(parallelism: ParallelismSpec) -> StrategyName | None:
-    """Return the strategy that the spec fixes, by name or by a ZeRO stage (DeepSpeed only); None: it is free."""
+    """Return the strategy that the spec fixes, by name or by a ZeRO stage, which is DeepSpeed's around whole layers;
+    None: it is free.
+    """
     if parallelism.strategy != "auto":
         return parallelism.strategy
-    return None if parallelism.zero_stage == "auto" else "deepspeed"
+    if parallelism.zero_stage == "auto":
+        return None
+    return "ddp" if parallelism.model_ranks > 1 else "deepspeed"
 
 
 def certain_processes(spec: FineTuneJobSpec) -> int | None:

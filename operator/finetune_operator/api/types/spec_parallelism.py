@@ -61,8 +61,8 @@ class ParallelismSpec(SpecModel):
     )
     zero_stage: Auto | Annotated[int, Field(ge=0, le=3)] = Field(
         default="auto",
-        description="DeepSpeed ZeRO stage, 0 to 3. Needs strategy deepspeed or auto. Defaults to auto: the lowest "
-        "stage that fits.",
+        description="ZeRO stage, 0 to 3, of strategy deepspeed or auto. With tensor or pipeline parallelism 1, of "
+        "strategy ddp or auto: the replicas divide the optimizer state. Defaults to auto: the lowest stage that fits.",
     )
     sharding: Sharding = Field(
         default="full",

@@ -170,6 +170,18 @@ DrawMemory: TypeAlias = Annotated[
     ),
 ]
 GoalOfRows: TypeAlias = Annotated[Goal, typer.Option("--goal", help="Order of the rows of --what-if.")]
+Deadline: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        "--deadline", min=0, metavar="HOURS", help="Most hours of the training: slower rows of --what-if last."
+    ),
+]
+MostCost: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        "--max-cost", min=0, metavar="AMOUNT", help="Most cost of the training: dearer rows of --what-if last."
+    ),
+]
 
 
 def plan(
@@ -185,6 +197,8 @@ def plan(
     what_if: WhatIf = None,
     picture: DrawMemory = None,
     goal: GoalOfRows = Goal.TIME,
+    deadline: Deadline = None,
+    max_cost: MostCost = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
     output: Form = Output.TEXT,
@@ -195,8 +209,8 @@ def plan(
     --hardware describes, and uses data that an earlier run prepared in --workspace (default: runs). With
     --cluster, show the operator's first plan: until prepare has measured the model and the data, it is based on
     the job alone and lists its assumptions. With --alternatives, list all strategies, micro-batches and degrees
-    that the job leaves open; with --what-if, plans for other hardware. On a terminal, or with --picture, bars show
-    which terms fill the device.
+    that the job leaves open; with --what-if, plans for other hardware, ended with 1 if none keeps --deadline and
+    --max-cost. On a terminal, or with --picture, bars show which terms fill the device.
 
     \b
     Examples:
@@ -212,9 +226,11 @@ def plan(
     from finetune_operator.cli.commands import steps
 
     _check_options(others, what_if, nodes=nodes, cluster=cluster, hardware=hardware)
+    if (deadline, max_cost) != (None, None) and not what_if:
+        raise UsageError("--deadline and --max-cost bound the rows of --what-if, and there is none; add one")
     limits = steps.settings_of(settings, cluster=cluster)
     node = steps.hardware_of(hardware, limits)
-    compare = _comparison(others, what_if or (), goal, limits, output)
+    compare = _comparison(others, what_if or (), goal, (deadline, max_cost), limits, output)
     entries = steps.checked_jobs([*(files or []), *(filename or [])], limits, output)
     if not cluster and measure is not False:
         steps.refuse_absent(entries, output)
@@ -245,18 +261,23 @@ def _check_options(
 
 
 def _comparison(
-    others: bool, what_if: Sequence[str], goal: Goal, limits: Settings, output: Output
+    others: bool,
+    what_if: Sequence[str],
+    goal: Goal,
+    bounds: tuple[float | None, float | None],
+    limits: Settings,
+    output: Output,
 ) -> Callable[[JobEntry, Facts], None] | None:
     """Return the function that compares a job's plans and prints them; None if one plan is requested."""
     if not others and not what_if:
         return None
-    from finetune_operator.cli.plan_comparison import compare_forms, compare_hardware, described
+    from finetune_operator.cli.plan_comparison import Wanted, compare_forms, compare_hardware, described
 
     if not what_if:
         return lambda entry, facts: compare_forms(entry, facts, limits, output)
     asked = [described(text, limits) for text in what_if]
-    by_cost = goal is Goal.COST
-    return lambda entry, facts: compare_hardware(entry, facts, limits, asked, by_cost=by_cost, output=output)
+    wanted = Wanted(goal is Goal.COST, *bounds)
+    return lambda entry, facts: compare_hardware(entry, facts, limits, asked, wanted, output)
 
 
 def _facts_of_nodes(listed: tuple[Node, ...] | None, entry: JobEntry, limits: Settings) -> NodesFacts | None:
