@@ -134,7 +134,7 @@ def _checked_route(draft: Draft, endpoint: EndpointSpec) -> Draft:
             ("endpoint", "traffic", "gateway"),
             traffic.gateway,
             f"the cluster has to serve {ROUTE_KIND} ({ROUTE_API})",
-            "install the Gateway API, or leave it out for a share of servers",
+            "install the Gateway API, or leave it out",
             "NotSupported",
         )
     return draft.because(

@@ -1,10 +1,11 @@
 """Canary of a new revision: its servers, the readings of both revisions' metrics, and the verdict.
 
 A canary is one revision of few servers. Either the Service selects it beside the serving one, so that its share of the
-requests is its share of the servers; or an HTTPRoute leads a share to a Service of its own. The operator reads the counters of both revisions' servers. The sums are in the
-status, since counters are lost with their pods, and readings with the operator. A canary fails if its errors or its
-latency exceed the bounds of spec.endpoint.traffic, or if one of its servers exits. It passes after
-`canarySeconds` of readings without that. Time without readings does not count, so that nobody takes silence for health.
+requests is its share of the servers; or an HTTPRoute leads a share to a Service of its own. The operator reads the
+counters of both revisions' servers. The sums are in the status, since counters are lost with their pods, and readings
+with the operator. A canary fails if its errors or its latency exceed the bounds of spec.endpoint.traffic, or if one of
+its servers exits. It passes after `canarySeconds` of readings without that. Time without readings does not count, so
+that nobody takes silence for health.
 """
 
 from __future__ import annotations

@@ -114,13 +114,15 @@ def remove_endpoint(state: ReconcileState) -> ReconcileState:
     beside.extend(_route(state))
     if taken_by is None:
         beside.append(ObjectRef(*SERVICE_KIND, names.endpoint_service(None if history is None else history.name)))
-    return state.with_actions(remove=(*beside, *(ref for one in servers for ref in _revision_objects(one))))
+    return state.with_actions(remove=(*beside, *(ref for one in servers for ref in _revision_objects(state, one))))
 
 
-def _revision_objects(servers: EndpointView) -> tuple[ObjectRef, ...]:
-    """Return the objects of one revision, the owner of its servers last; a Service if it may have been a canary."""
-    name = servers.ref.name
-    service = (ObjectRef(*SERVICE_KIND, name),) if servers.runtime == "deployment" else ()
+def _revision_objects(state: ReconcileState, servers: EndpointView) -> tuple[ObjectRef, ...]:
+    """Return the objects of one revision, the owner of its servers last; a Service if it may have been a canary by
+    weight.
+    """
+    name, routes = servers.ref.name, state.observed.http_routes and servers.runtime == "deployment"
+    service = (ObjectRef(*SERVICE_KIND, name),) if routes else ()
     return *service, ObjectRef("v1", "ConfigMap", name), servers.ref
 
 
@@ -212,8 +214,8 @@ def _planned(state: ReconcileState, desired: DesiredEndpoint) -> tuple[JobPlan, 
 
 
 def _changed_by_canary(wanted: _Wanted) -> tuple[Manifest, ...]:
-    """Return the Service, the HTTPRoute and what else a canary changes: when a revision starts beside another, at each reading of a
-    canary, so that a lost write is made up for, and when it ends without taking over.
+    """Return the Service, the HTTPRoute and what else a canary changes: when a revision starts beside another, at each
+    reading of a canary, so that a lost write is made up for, and when it ends without taking over.
     """
     rolled = wanted.rollout
     serving, before, canary = rolled.serving, rolled.before.canary, rolled.canary
@@ -234,7 +236,7 @@ def _unneeded(state: ReconcileState, wanted: _Wanted) -> tuple[ObjectRef, ...]:
     """
     rolled, before = wanted.rollout, wanted.rollout.before.canary
     if before is None or before.weight is None or is_same_canary(rolled.status.canary, before):
-        return tuple(ref for one in rolled.unneeded for ref in _revision_objects(one))
+        return tuple(ref for one in rolled.unneeded for ref in _revision_objects(state, one))
     return () if routed_traffic(wanted.context) is not None else _route(state)
 
 

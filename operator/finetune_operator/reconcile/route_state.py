@@ -76,7 +76,7 @@ def with_route(state: ReconcileState, servers: EndpointView | None) -> Reconcile
 
 
 def route_details(state: ReconcileState, servers: EndpointView | None) -> str:
-    """Return a sentence on an HTTPRoute that is not accepted, for the message of condition Ready; else an empty text."""
+    """Return a sentence on an HTTPRoute that is not accepted, for the message of condition Ready; empty if it is."""
     view = state.observed.route
     if view is None or view.accepted or servers is None or servers.available == 0 or not has_route(state.job):
         return ""

@@ -174,8 +174,8 @@ class _Handlers:
     # ---------------------------------------------------------------------------------------------- about the server
 
     async def page(self, request: Request) -> Response:
-        """Page to try the model."""
-        described = self.description(self._engine.name)
+        """Page to try the models."""
+        described = [self.description(name) for name in self._engine.names]
         return Response(page_of.page(described), headers=dict(page_of.HEADERS), media_type="text/html")
 
     async def page_file(self, request: Request) -> Response:

@@ -179,7 +179,8 @@ class TrafficSpec(SpecModel):
     )
     hostnames: Annotated[tuple[Hostname, ...], Field(max_length=16)] = Field(
         default=(),
-        description="Host names whose requests the HTTPRoute takes. Defaults to none: those of the Gateway's listeners.",
+        description="Host names of the requests that the HTTPRoute takes. Defaults to none: those of the Gateway's "
+        "listeners.",
     )
     canary_seconds: Annotated[int, Field(ge=1, le=604_800)] = Field(
         default=300,
