@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any
 
 from cluster_support.api_access import Object, wait_until
-from cluster_support.httproute import accept, install_httproutes, weights
+from cluster_support.httproute import install_httproutes, weights
 from cluster_support.plays import RUNS
 from cluster_support.world import World, condition, conditions, install_kserve, states
 from finetune_contract.layout import METRICS_PATH, SERVE_PORT
@@ -243,12 +243,10 @@ def test_weights_of_an_httproute_move_to_a_canary_and_back(world: World) -> None
         traffic = {"canaryPercent": 5, "canarySeconds": 4, "gateway": "infra/public", "hostnames": ["led.example.com"]}
         world.apply("led", {**ALONE, "endpoint": {**DEPLOYED, "maxQueue": 5, "traffic": traffic}})
         serves(world, "led", 1)
-        route = ("led-endpoint", "public")
         before = world.api.get(world.path(ROUTE_API, ROUTE_PLURAL, "led-endpoint"))
         assert before is not None
         assert before["metadata"]["ownerReferences"][0]["name"] == "led"
         assert weights(world.api, world.namespace, "led-endpoint") == {"led-endpoint": 100}
-        accept(world.api, world.namespace, *route, accepted=True)
         second.code = "500"
         world.change("led", {"endpoint": {"maxQueue": 7}})
         shares = [weights(world.api, world.namespace, "led-endpoint")]
@@ -278,7 +276,7 @@ def test_weights_of_an_httproute_move_to_a_canary_and_back(world: World) -> None
         after = world.api.get(world.path(ROUTE_API, ROUTE_PLURAL, "led-endpoint"))
         assert after is not None
         assert after["metadata"]["uid"] == before["metadata"]["uid"], "the route stays"
-        world.change("led", {"endpoint": None})
+        world.change("led", {"runPolicy": {"suspend": True}})
         wait_until(
             lambda: world.api.get(world.path(ROUTE_API, ROUTE_PLURAL, "led-endpoint")) is None, "the route is gone"
         )

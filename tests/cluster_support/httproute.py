@@ -1,4 +1,4 @@
-"""HTTPRoutes on an API server: a small stand-in for the Gateway API's definition, and for its controller's answer.
+"""HTTPRoutes on an API server: a small stand-in for the Gateway API's definition.
 
 The stand-in has the fields that the operator writes, with the bounds of the real definition (Gateway API 1.5,
 config/crd/standard), and refuses others; nothing leads requests by it.
@@ -12,7 +12,6 @@ from cluster_support.api_access import Api, Object, path_of
 from cluster_support.control_plane import Cluster
 from finetune_operator.launchers.route_kind import (
     GATEWAY_GROUP,
-    GATEWAY_KIND,
     ROUTE_API,
     ROUTE_KIND,
     ROUTE_PLURAL,
@@ -81,24 +80,3 @@ def weights(api: Api, namespace: str, name: str) -> dict[str, int]:
     found = api.get(path_of(ROUTE_API, ROUTE_PLURAL, namespace, name))
     rules = (found or {}).get("spec", {}).get("rules", [])
     return {one["name"]: one["weight"] for rule in rules for one in rule["backendRefs"]}
-
-
-def accept(api: Api, namespace: str, name: str, gateway: str, accepted: bool) -> None:
-    """Report on an HTTPRoute as the controller of its Gateway does."""
-    found = api.get(path_of(ROUTE_API, ROUTE_PLURAL, namespace, name))
-    assert found is not None
-    condition = {
-        "type": "Accepted",
-        "status": "True" if accepted else "False",
-        "reason": "Accepted" if accepted else "NotAllowedByListeners",
-        "message": "" if accepted else "No listener allows this namespace.",
-        "lastTransitionTime": found["metadata"]["creationTimestamp"],
-        "observedGeneration": found["metadata"]["generation"],
-    }
-    parent = {
-        "parentRef": {"group": GATEWAY_GROUP, "kind": GATEWAY_KIND, "name": gateway},
-        "controllerName": "example.com/stand-in",
-        "conditions": [condition],
-    }
-    path = path_of(ROUTE_API, ROUTE_PLURAL, namespace, name, "status")
-    api.patch(path, {"status": {"parents": [parent]}})
