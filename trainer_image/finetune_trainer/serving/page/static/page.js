@@ -99,7 +99,7 @@ function message(role, text) {
 async function follow(response, question) {
   if (model.chat === false) conversation = [];
   // Another one if it is cleared meanwhile.
-  const said = conversation;
+  const turns = conversation;
   message("user", question);
   at("text").value = "";
   const [line, content] = message("assistant", "");
@@ -113,14 +113,14 @@ async function follow(response, question) {
   } finally {
     line.removeAttribute("aria-busy");
     if (!content.textContent) content.textContent = "(empty answer)";
-    else said.push({ role: "user", content: question }, { role: "assistant", content: content.textContent });
+    else turns.push({ role: "user", content: question }, { role: "assistant", content: content.textContent });
   }
 }
 
 async function ask() {
   if (underWay || missing()) return;
   const values = fieldValues();
-  const asked = model;
+  const current = model;
   const [path, body] = request(values);
   const began = performance.now();
   const took = () => `${((performance.now() - began) / 1000).toFixed(2)} s`;
@@ -137,7 +137,7 @@ async function ask() {
       return;
     }
     if (task.chat) await follow(response, values.text);
-    else at("answer").replaceChildren(...task.show(await response.json(), values, asked));
+    else at("answer").replaceChildren(...task.show(await response.json(), values, current));
     at("took").textContent = `Answered in ${took()}.`;
   } catch (error) {
     at("took").textContent = "";
