@@ -40,6 +40,7 @@ from finetune_operator.reconcile.reconcile_types import (
     ObjectRef,
     Observed,
     Refusal,
+    RouteView,
 )
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -121,6 +122,10 @@ class World:
     """True if InferenceServices are served."""
     custom_metrics: bool = False
     """True if the custom metrics API is served."""
+    http_routes: bool = False
+    """True if HTTPRoutes are served."""
+    route: RouteView | None = None
+    """State of the endpoint's HTTPRoute."""
     taken_by: str | None = None
     """Job that has taken the endpoint over."""
     former_endpoint: str | None = None
@@ -151,6 +156,8 @@ class World:
     uid: str = UID
     events: list[EventNote] = field(default_factory=list)
     created: list[str] = field(default_factory=list)
+    removed: list[tuple[str, str]] = field(default_factory=list)
+    """Kind and name of removed objects beside children and servers."""
     writes: int = 0
     gone: bool = False
     _viewed: tuple[str, Settings, JobView] | None = None
@@ -193,6 +200,7 @@ class World:
         seen = replace(
             seen, last_logs=tuple(self.last_logs.items()), endpoints=endpoints, kserve=self.kserve,
             custom_metrics=self.custom_metrics, autoscaler=self.autoscaler, canary_reading=self.canary_reading,
+            http_routes=self.http_routes, route=self.route,
             taken_by=self.taken_by, former_endpoint=self.former_endpoint,
         )  # fmt: skip
         for name in pods_being_deleted(self.job(), seen):
@@ -320,7 +328,8 @@ class World:
         return None
 
     def _remove(self, ref: ObjectRef) -> None:
-        self.others.pop((ref.kind, ref.name), None)
+        if self.others.pop((ref.kind, ref.name), None) is not None:
+            self.removed.append((ref.kind, ref.name))
         if ref.kind == "Deployment":
             self.servers.pop(ref.name, None)
         if ref.kind == "InferenceService":

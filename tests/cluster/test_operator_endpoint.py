@@ -13,9 +13,11 @@ from threading import Thread
 from typing import Any
 
 from cluster_support.api_access import Object, wait_until
+from cluster_support.httproute import install_httproutes, weights
 from cluster_support.plays import RUNS
 from cluster_support.world import World, condition, conditions, install_kserve, states
 from finetune_contract.layout import METRICS_PATH, SERVE_PORT
+from finetune_operator.launchers.route_kind import ROUTE_API, ROUTE_PLURAL
 from finetune_trainer.serving.serving_metrics import ServingMetrics
 
 DEPLOYED: Object = {"runtime": "deployment"}
@@ -231,6 +233,53 @@ def test_canary_is_rolled_back_by_its_errors_and_takes_over_without(world: World
             2, 1, 1, 1,
         ]  # fmt: skip
         assert "EndpointNotReady" not in reasons
+
+
+def test_weights_of_an_httproute_move_to_a_canary_and_back(world: World) -> None:
+    install_httproutes(world.cluster)
+    with model_server() as first, model_server() as second, model_server() as third:
+        for number, server in enumerate((first, second, third), start=1):
+            world.kubelet.playbook.set("led", "serve", replace(RUNS, address=server.address), number)
+        traffic = {"canaryPercent": 5, "canarySeconds": 4, "gateway": "infra/public", "hostnames": ["led.example.com"]}
+        world.apply("led", {**ALONE, "endpoint": {**DEPLOYED, "maxQueue": 5, "traffic": traffic}})
+        serves(world, "led", 1)
+        before = world.api.get(world.path(ROUTE_API, ROUTE_PLURAL, "led-endpoint"))
+        assert before is not None
+        assert before["metadata"]["ownerReferences"][0]["name"] == "led"
+        assert weights(world.api, world.namespace, "led-endpoint") == {"led-endpoint": 100}
+        second.code = "500"
+        world.change("led", {"endpoint": {"maxQueue": 7}})
+        shares = [weights(world.api, world.namespace, "led-endpoint")]
+
+        def rolled_back() -> bool:
+            found = weights(world.api, world.namespace, "led-endpoint")
+            if found != shares[-1]:
+                shares.append(found)
+            return world.status("led")["endpoint"].get("rolledBackFrom") == 2
+
+        wait_until(rolled_back, "the canary is rolled back")
+        serves(world, "led", 1)
+        assert weights(world.api, world.namespace, "led-endpoint") == {"led-endpoint": 100}
+        assert {"led-endpoint": 95, "led-endpoint-2": 5} in shares
+        wait_until(lambda: world.api.get(world.path("v1", "services", "led-endpoint-2")) is None, "its Service is gone")
+        world.change("led", {"endpoint": {"maxQueue": 8}})
+        wait_until(
+            lambda: weights(world.api, world.namespace, "led-endpoint") == {"led-endpoint": 95, "led-endpoint-3": 5},
+            "the next canary gets its share",
+        )
+        assert led_to(world, "led") == "1"
+        service = world.api.get(world.path("v1", "services", "led-endpoint-3"))
+        assert service is not None
+        assert service["spec"]["selector"]["finetune.dev/attempt"] == "3"
+        serves(world, "led", 3)
+        assert weights(world.api, world.namespace, "led-endpoint") == {"led-endpoint": 100}
+        after = world.api.get(world.path(ROUTE_API, ROUTE_PLURAL, "led-endpoint"))
+        assert after is not None
+        assert after["metadata"]["uid"] == before["metadata"]["uid"], "the route stays"
+        world.change("led", {"runPolicy": {"suspend": True}})
+        wait_until(
+            lambda: world.api.get(world.path(ROUTE_API, ROUTE_PLURAL, "led-endpoint")) is None, "the route is gone"
+        )
 
 
 def test_endpoint_is_taken_over_by_another_job_and_back(world: World) -> None:

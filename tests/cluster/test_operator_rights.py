@@ -15,6 +15,7 @@ import yaml
 from chart_rendering import one, render, without_tests
 from cluster_support.api_access import Api, Object, path_of, wait_until
 from cluster_support.control_plane import Cluster
+from cluster_support.httproute import install_httproutes
 from cluster_support.operator_process import ACCOUNT, MANIFESTS, NAMESPACE, USER, OperatorProcess, install
 from cluster_support.plays import RUNS, WRONG_COLUMN
 from cluster_support.world import SETTINGS, World, condition, conditions, install_kserve, namespace_for_pods
@@ -101,6 +102,7 @@ def scenes(
     """Play all scenes under an operator that has never run here: no lease and no certificate of an earlier test."""
     cluster.own("the audit log")
     install_kserve(cluster)
+    install_httproutes(cluster)
     with namespace_for_pods(cluster) as name:
         given = request.param == "given namespaces"
         roles, settings = for_given_namespaces(cluster, name) if given else for_all_namespaces(cluster)
@@ -197,7 +199,9 @@ def serve_a_model(world: World) -> None:
     for runtime, kind in (("deployment", DEPLOYMENT), ("kserve", INFERENCE_SERVICE)):
         job = f"serving-{runtime}"
         world.kubelet.playbook.set(job, "serve", RUNS)
-        world.apply(job, {**stages, "endpoint": {"runtime": runtime, "replicas": 2, "maxReplicas": 3}})
+        traffic = {"gateway": "public", "canaryPercent": 10} if runtime == "deployment" else None
+        endpoint = {"runtime": runtime, "replicas": 2, "maxReplicas": 3, "traffic": traffic}
+        world.apply(job, {**stages, "endpoint": endpoint})
         world.wait(job, "it answers", lambda status: conditions(status).get("Ready") == "True")
         world.change(job, {"runPolicy": {"suspend": True}})
         world.wait_phase(job, "Suspended")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -45,6 +45,11 @@ SHARES = [
     {"label": "positive", "score": 0.75},
     {"label": "negative", "score": 0.05},
 ]
+OTHERS: Mapping[str, tuple[dict[str, Any], ...]] = {
+    "classes": ({"name": "mails", "task": "text-classification", "labels": ["ham", "spam"]},),
+    "chat": ({"name": "writer", "task": "text-generation"},),
+}
+"""Further models of a server, such as adapters."""
 ENTITIES = [
     {"entity_group": "PER", "score": 0.99, "word": "Ada Lovelace", "start": 0, "end": 12},
     {"entity_group": "PER", "score": 0.98, "word": "Charles Babbage", "start": 17, "end": 32},
@@ -77,7 +82,8 @@ STREAM = events("The castle, ", "the old bridge, ", "and the clock.")
 class Answering:
     """A server with prepared answers, as only one in trouble, or with a model that writes markup, would send them."""
 
-    metadata: dict[str, Any]
+    models: list[dict[str, Any]]
+    """Metadata of each model, the default one first."""
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     body: Any = None
@@ -90,14 +96,16 @@ class Answering:
 
 
 @contextmanager
-def serving(metadata: dict[str, Any], body: Any = None, stream: list[bytes] | None = None) -> Iterator[Answering]:
-    state = Answering(metadata, body=body, stream=stream)
+def serving(
+    metadata: dict[str, Any], body: Any = None, stream: list[bytes] | None = None, others: Sequence[dict[str, Any]] = ()
+) -> Iterator[Answering]:
+    state = Answering([metadata, *others], body=body, stream=stream)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             files = {f"/page/{name}": found for name, found in FILES.items()}
             files["/"] = (
-                page({"name": state.metadata["name"], "parameters": state.metadata}),
+                page([{"name": model["name"], "parameters": model} for model in state.models]),
                 "text/html; charset=utf-8",
             )
             content, media = files.get(self.path, (b"", ""))
@@ -205,6 +213,51 @@ def test_pairs_have_two_fields_and_several_labels_can_be_chosen(view: Page) -> N
             "text": view.get_by_label("First text").input_value(),
             "text_pair": view.get_by_label("Second text").input_value(),
         }
+
+
+def test_model_of_several_is_chosen_with_the_keyboard(view: Page) -> None:
+    with serving(MODELS["classes"], ANSWERS["classes"], others=OTHERS["classes"]) as state:
+        send_example(view, state)
+        expect(view.locator("#about")).to_have_text("3 labels: negative, neutral, positive")
+        view.get_by_label("Model").focus()
+        view.keyboard.press("ArrowDown")
+        expect(view.locator("h1")).to_have_text("mails")
+        expect(view).to_have_title("mails · finetune")
+        expect(view.locator("#about")).to_have_text("2 labels: ham, spam")
+        expect(view.locator("#answer")).to_contain_text("No answer yet")
+        expect(view.get_by_label("Model")).to_be_focused()
+        state.body = [{"label": "spam", "score": 0.9}, {"label": "ham", "score": 0.1}]
+        view.keyboard.press("Control+Enter")
+        expect(view.locator("#answer .figure")).to_have_text("spam")
+        assert [(path, sent["parameters"]) for path, _, sent in state.requests] == [
+            ("/", {"top_k": 3}), ("/models/mails", {"top_k": 2}),
+        ]  # fmt: skip
+        view.get_by_text("The request with curl").click()
+        expect(view.locator("#curl")).to_contain_text("/models/mails'")
+    with serving(MODELS["classes"], ANSWERS["classes"]) as state:
+        view.goto(state.url)
+        expect(view.get_by_label("Model")).to_be_hidden()
+
+
+def test_conversation_with_another_model_begins_empty(view: Page) -> None:
+    with serving(CHAT, stream=events("One ", "two"), others=OTHERS["chat"]) as state:
+        state.hold = threading.Event()
+        view.goto(state.url)
+        view.get_by_label("Message").fill("Count.")
+        view.keyboard.press("Control+Enter")
+        expect(view.locator("#talk li").nth(1)).to_contain_text("One")
+        view.get_by_label("Model").select_option("writer")
+        expect(view.locator("#talk li")).to_have_count(0)
+        expect(view.get_by_role("button", name="Send")).to_be_enabled()
+        state.hold.set()
+        view.get_by_label("Message").fill("Write.")
+        view.keyboard.press("Control+Enter")
+        expect(view.locator("#talk li").nth(1)).to_contain_text("writer")
+        expect(view.locator("#took")).to_contain_text("Answered in")
+        assert [(sent["model"], len(sent["messages"])) for _, _, sent in state.requests] == [
+            ("talker", 1),
+            ("writer", 1),
+        ]
 
 
 def test_regression_shows_a_number(view: Page) -> None:
@@ -371,7 +424,7 @@ def test_page_has_no_barriers_and_is_no_wider_than_the_screen(
     axe = pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed (make install)")
     script = (Path(axe.__path__[0]) / "axe.min.js").read_text(encoding="utf-8")
     view.emulate_media(color_scheme="dark" if scheme == "dark" else "light", reduced_motion="reduce")
-    with serving(MODELS[kind], ANSWERS.get(kind), STREAM if kind == "chat" else None) as state:
+    with serving(MODELS[kind], ANSWERS.get(kind), STREAM if kind == "chat" else None, OTHERS.get(kind, ())) as state:
         send_example(view, state)
         view.get_by_text("The request with curl").click()
         view.evaluate(f"(() => {{ {script} }})()")

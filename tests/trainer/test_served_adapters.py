@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,11 @@ def test_metadata_names_labels_and_revision_of_each_model(classifiers: Classifie
     assert described["more-labels"]["properties"]["labels"] == [f"LABEL_{at}" for at in range(5)]
     assert described["base"]["versions"] == ["r1"]
     assert len({each["versions"][0] for each in described.values()}) == len(described)
+    html = server.request("/").content.decode()
+    (of_page,) = re.findall(r'data-models="([^"]*)"', html)
+    models = {each["name"]: each["labels"] for each in json.loads(unescape(of_page))}
+    assert list(models) == ["base", *KINDS], "the page offers all models"
+    assert models["same-labels"] == list(LABELS)
 
 
 def test_unknown_model_is_answered_404_and_no_name_means_the_base(classifiers: Classifiers) -> None:

@@ -121,6 +121,18 @@ def test_open_inference_answers_equal_predict(bench: Bench) -> None:
             assert close(value if isinstance(wanted, (str, float)) else json.loads(value), wanted), name
 
 
+@pytest.mark.parametrize("bench", ["text-classification"], indirect=True)
+def test_open_inference_sends_the_requested_outputs_only(bench: Bench) -> None:
+    inputs = [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["the cat"]}]
+
+    def replied(outputs: Any) -> Any:
+        return bench.server.request("/v2/models/tiny/infer", {"inputs": inputs, "outputs": outputs})
+
+    assert [each["name"] for each in replied([{"name": "label"}]).json["outputs"]] == ["label"]
+    assert len(replied([]).json["outputs"]) == len(bench.expected[0])
+    assert [replied(wrong).code for wrong in ([{"name": "other"}], ["label"], "label", [{"name": 3}])] == [400] * 4
+
+
 def test_hugging_face_client_gets_the_answers_of_predict(bench: Bench) -> None:
     client = InferenceClient(model=bench.server.url)
     row, wanted = bench.rows[-1], bench.expected[-1]

@@ -6,11 +6,12 @@ import gc
 import json
 import os
 import random
+import resource
 import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -29,6 +30,8 @@ WORDS = ["a", "good", "bad", "film"]
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n"
 BODY = b'{"inputs": "a"}'
 MANY = 2000
+IDLE = 2000
+"""Idle connections at once."""
 GROWTH = 40 << 20
 """Bytes that the process may grow by over so many requests: allocators keep memory that large batches needed."""
 
@@ -85,6 +88,30 @@ def test_slow_body_gets_408_and_delays_no_other_client(
 
     assert found.startswith(b"HTTP/1.1 408 ")
     assert b"did not arrive within 1 s" in found
+
+
+def test_half_closed_connection_holds_no_request(model: Path, tmp_path: Path) -> None:
+    with served(job_of(model), JobPaths(tmp_path / "job"), idle_seconds=1) as server:
+        for sent in (HEAD + BODY, HEAD + BODY[:3], HEAD, HEAD[:20], b""):
+            with connected(server) as client:
+                client.sendall(sent)
+                client.shutdown(socket.SHUT_WR)
+                found = answer_of(client)
+            wait_until(lambda: server.state.in_flight == 0, "no request is held")
+            assert found == b"" or int(found.split()[1]) < 500, sent
+            assert server.request("/", {"inputs": "a"}).code == 200
+
+
+def test_idle_connections_delay_no_other_client(model: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 3 * IDLE:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 3 * IDLE), hard))
+    with served(job_of(model), JobPaths(tmp_path / "job"), idle_seconds=patient(10)) as server, ExitStack() as idle:
+        for _ in range(IDLE):
+            idle.enter_context(connected(server))
+        wait_until(lambda: _served_connections(server) == IDLE, "all connections are accepted")
+        assert [server.request("/", {"inputs": "a"}).code for _ in range(20)] == [200] * 20
+        assert _served_connections(server) == IDLE, "they were open all the time"
 
 
 def test_connection_of_a_client_that_does_not_read_is_closed(model: Path, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         (b'{"inputs": "a", "parameters": {"top_k": "x"}}', 422, "top_k"),
         (json.dumps({"inputs": ["a"] * 300}).encode(), 413, "300 rows"),
         (json.dumps({"inputs": "a" * 300_000}).encode(), 413, "characters"),
-        (b" " * (5 << 20), 413, "bytes"),
+        (b" " * (10 << 20), 413, "bytes"),
     ],
 )
 def test_bad_request_is_refused_with_the_rule(server: Served, body: bytes, code: int, rule: str) -> None:

@@ -162,10 +162,9 @@ def test_endpoint_without_autoscaler_is_not_reconciled_for_one() -> None:
 
 
 def test_autoscaler_is_read_again_at_intervals() -> None:
-    active = autoscaler_view(autoscaler(World(), "True"))
-    assert is_due(float("inf"), None)
-    assert [is_due(age, None) for age in (10, 60)] == [False, True]
-    assert [is_due(age, active) for age in (60, 599, 600)] == [False, True, True]
+    assert is_due(float("inf"), False)
+    assert [is_due(age, False) for age in (10, 60)] == [False, True]
+    assert [is_due(age, True) for age in (60, 599, 600)] == [False, True, True]
 
 
 def test_processes_of_other_stages_replace_no_servers() -> None:

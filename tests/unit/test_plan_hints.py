@@ -92,6 +92,7 @@ CASES: dict[str, Case] = {
         {"hardware": GPUS},
     ),
     "servers without a cluster": ({"training": None, "endpoint": {}}, {"local": True}),
+    "HTTPRoutes are not served": ({"endpoint": {"traffic": {"gateway": "infra/public", "canaryPercent": 50}}}, {}),
     "KServe is not served": ({"endpoint": {"runtime": "kserve"}}, {}),
     "KServe takes the job's own variable": (
         {"endpoint": {"runtime": "kserve"}, "template": {"env": [{"name": "PYTHONPATH", "value": "/mine"}]}},

@@ -14,6 +14,7 @@ from finetune_contract.trainer_job import ServedAdapter, Serving
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.types import EndpointSpec
 from finetune_operator.launchers.kserve_kind import KSERVE_KIND
+from finetune_operator.launchers.route_kind import ROUTE_API, ROUTE_KIND
 from finetune_operator.planning.cost import find_price
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.endpoint_runtime import choose_runtime
@@ -42,6 +43,7 @@ def choose_servers(draft: Draft) -> Draft:
         return draft
     draft = _choose_optimization(draft, endpoint)
     draft = _checked_adapters(draft, endpoint)
+    draft = _checked_route(draft, endpoint)
     draft, vllm = choose_vllm(draft, endpoint)
     draft, runtime, why = choose_runtime(draft, endpoint)
     requests, limits, threads = _takes(draft, endpoint, vllm)
@@ -124,6 +126,24 @@ def _checked_adapters(draft: Draft, endpoint: EndpointSpec) -> Draft:
     return draft.because(
         f"each server holds the model once, and {len(names)} adapter{'s' * (len(names) > 1)} beside it: "
         f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+    )
+
+
+def _checked_route(draft: Draft, endpoint: EndpointSpec) -> Draft:
+    """Refuse weights of an HTTPRoute where the cluster does not serve that kind."""
+    traffic = endpoint.traffic
+    if traffic is None or traffic.gateway is None:
+        return draft
+    if not draft.inputs.facts.http_routes:
+        return draft.refusing(
+            ("endpoint", "traffic", "gateway"),
+            traffic.gateway,
+            f"the cluster has to serve {ROUTE_KIND} ({ROUTE_API})",
+            "install the Gateway API, or leave it out",
+            "NotSupported",
+        )
+    return draft.because(
+        f"an {ROUTE_KIND} of Gateway {traffic.gateway} gives a canary {traffic.canary_percent} % of the requests"
     )
 
 

@@ -68,7 +68,7 @@ class JobNames:
         return self.endpoint if name is None else f"{name}-endpoint"
 
     def servers(self, revision: int) -> str:
-        """Name the servers and the ConfigMap of a revision (1 to 99,999) of the endpoint."""
+        """Name servers and ConfigMap of a revision (1 to 99,999) of the endpoint, and the Service of a canary."""
         return f"{self.endpoint}-{revision}"
 
     def predictor(self, revision: int) -> str:

@@ -95,6 +95,8 @@ class Facts:
     """True if the cluster serves KServe's InferenceServices."""
     custom_metrics: bool = False
     """True if the cluster serves the custom metrics API, which autoscalers read metrics of pods from."""
+    http_routes: bool = False
+    """True if the cluster serves HTTPRoutes of the Gateway API."""
     runtime_there: EndpointRuntime | None = None
     """Runtime of the job's endpoint as deployed now; None if it is not."""
     prepared: bool = False

@@ -77,6 +77,6 @@ def autoscaler_details(state: ReconcileState, servers: EndpointView | None) -> s
     return f"{_INACTIVE}{text}. See kubectl describe hpa -n {state.job.namespace}."
 
 
-def is_due(age_seconds: float, view: AutoscalerView | None) -> bool:
-    """Return whether an autoscaler that was read `age_seconds` ago is read again."""
-    return age_seconds >= (READ_SECONDS if view is None or not view.active else READ_AGAIN_SECONDS) - 1
+def is_due(age_seconds: float, works: bool) -> bool:
+    """Return whether an object that was read `age_seconds` ago is read again. `works`: its state was good then."""
+    return age_seconds >= (READ_AGAIN_SECONDS if works else READ_SECONDS) - 1

@@ -1,14 +1,16 @@
 """Canary of a new revision: its servers, the readings of both revisions' metrics, and the verdict.
 
-A canary is one revision of few servers that the Service selects beside the serving one, so that its share of the
-requests is its share of the servers. The operator reads the counters of both revisions' servers. The sums are in the
-status, since counters are lost with their pods, and readings with the operator. A canary fails if its errors or its
-latency exceed the bounds of spec.endpoint.traffic, or if one of its servers exits. It passes after
-`canarySeconds` of readings without that. Time without readings does not count, so that nobody takes silence for health.
+A canary is one revision of few servers. Either the Service selects it beside the serving one, so that its share of the
+requests is its share of the servers; or an HTTPRoute leads a share to a Service of its own. The operator reads the
+counters of both revisions' servers. The sums are in the status, since counters are lost with their pods, and readings
+with the operator. A canary fails if its errors or its latency exceed the bounds of spec.endpoint.traffic, or if one of
+its servers exits. It passes after `canarySeconds` of readings without that. Time without readings does not count, so
+that nobody takes silence for health.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -57,10 +59,23 @@ class Canary:
 
 
 def canary_servers(traffic: TrafficSpec, running: int) -> int:
-    """Return the number of servers whose share beside `running` others is at most `canaryPercent`; at least one."""
+    """Return the number of servers of a canary beside `running` others, at least one: as many as have a share of at
+    most `canaryPercent`, or with weights, as many as get no more requests each than the others do.
+    """
     if traffic.canary_percent is None:
         return 1
-    return max(1, running * traffic.canary_percent // (100 - traffic.canary_percent))
+    share = running * traffic.canary_percent / (100 - traffic.canary_percent)
+    return max(1, math.floor(share) if weight_of(traffic) is None else math.ceil(share))
+
+
+def weight_of(traffic: TrafficSpec) -> int | None:
+    """Return the share of the requests that an HTTPRoute gives a canary, in percent; None without an HTTPRoute."""
+    return None if traffic.gateway is None else traffic.canary_percent
+
+
+def is_same_canary(one: CanaryStatus | None, other: CanaryStatus) -> bool:
+    """Return whether it is the same canary: another weight starts it over."""
+    return one is not None and (one.revision, one.weight) == (other.revision, other.weight)
 
 
 def next_canary(
@@ -68,11 +83,12 @@ def next_canary(
 ) -> Canary:
     """Return the canary `target` beside the revision that serves, after this reconcile."""
     stored = None if state.status.endpoint is None else state.status.endpoint.canary
-    if stored is None or stored.revision != target or target_view is None:
+    weight = weight_of(traffic)
+    if stored is None or (stored.revision, stored.weight) != (target, weight) or target_view is None:
         servers = canary_servers(traffic, serving.replicas)
         if target_view is None or not target_view.ready or target_view.replicas != servers:
             return Canary(servers)
-        return Canary(servers, CanaryStatus(revision=target, servers=servers, start_time=state.now))
+        return Canary(servers, CanaryStatus(revision=target, servers=servers, weight=weight, start_time=state.now))
     now = _with_reading(stored, state.observed.canary_reading, serving.revision, target_view)
     failure = _exited(state, target) or _violation(now, traffic, serving.revision, over=False)
     if failure is None and now.passed_time is None and now.measured_seconds >= traffic.canary_seconds:

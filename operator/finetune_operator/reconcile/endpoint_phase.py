@@ -17,7 +17,7 @@ from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import JobPlan, PlanRefused
 from finetune_operator.reconcile.attempt_outcomes import delay_seconds
 from finetune_operator.reconcile.autoscaling import autoscaler_details, with_autoscaler
-from finetune_operator.reconcile.endpoint_canary import with_canary_problem
+from finetune_operator.reconcile.endpoint_canary import is_same_canary, with_canary_problem
 from finetune_operator.reconcile.endpoint_problems import (
     WAITING,
     not_ready_reason,
@@ -50,9 +50,11 @@ from finetune_operator.reconcile.planned import context, plan_now, plan_status, 
 from finetune_operator.reconcile.reconcile_state import Readiness, ReconcileState, Stalled, reference
 from finetune_operator.reconcile.reconcile_types import EndpointView, ObjectRef
 from finetune_operator.reconcile.results import with_report
+from finetune_operator.reconcile.route_state import route_details, with_route
 from finetune_operator.reconcile.status import condition
 from finetune_operator.rendering.endpoint_objects import (
     OPTIONAL_KINDS,
+    ROUTE,
     RUNTIMES,
     SERVICE_KIND,
     SHARED_KINDS,
@@ -62,6 +64,7 @@ from finetune_operator.rendering.endpoint_objects import (
     endpoint_url,
     revision_digest,
 )
+from finetune_operator.rendering.endpoint_route import routed_traffic
 from finetune_operator.rendering.manifests import shared
 from finetune_operator.rendering.render_types import Manifest, RenderContext
 
@@ -108,14 +111,19 @@ def remove_endpoint(state: ReconcileState) -> ReconcileState:
     # The servers' owners are deleted last: as long as they exist, the objects before them are looked for again.
     names = JobNames.of(state.job.name)
     beside = [ObjectRef(*kind, names.endpoint) for kind in SHARED_KINDS if kind != SERVICE_KIND]
+    beside.extend(_route(state))
     if taken_by is None:
         beside.append(ObjectRef(*SERVICE_KIND, names.endpoint_service(None if history is None else history.name)))
-    return state.with_actions(remove=(*beside, *(ref for one in servers for ref in _revision_objects(one))))
+    return state.with_actions(remove=(*beside, *(ref for one in servers for ref in _revision_objects(state, one))))
 
 
-def _revision_objects(servers: EndpointView) -> tuple[ObjectRef, ...]:
-    """Return the objects of one revision, the owner of its servers last."""
-    return ObjectRef("v1", "ConfigMap", servers.ref.name), servers.ref
+def _revision_objects(state: ReconcileState, servers: EndpointView) -> tuple[ObjectRef, ...]:
+    """Return the objects of one revision, the owner of its servers last; a Service if it may have been a canary by
+    weight.
+    """
+    name, routes = servers.ref.name, state.observed.http_routes and servers.runtime == "deployment"
+    service = (ObjectRef(*SERVICE_KIND, name),) if routes else ()
+    return *service, ObjectRef("v1", "ConfigMap", name), servers.ref
 
 
 def without_servers(state: ReconcileState) -> ReconcileState:
@@ -158,7 +166,7 @@ def serve(state: ReconcileState) -> ReconcileState:
     if not state.started:
         state = state.with_actions(create=shared(job_plan, surroundings))
     state = with_rollout_events(state, rolled, wanted.desired).with_status(endpoint=rolled.status)
-    state = state.with_actions(remove=tuple(ref for one in rolled.unneeded for ref in _revision_objects(one)))
+    state = state.with_actions(remove=_unneeded(state, wanted))
     takeover = takeover_of(state, rolled)
     state = with_takeover(state, takeover, rolled)
     if wanted.kept or rolled.failed is not None:
@@ -206,8 +214,8 @@ def _planned(state: ReconcileState, desired: DesiredEndpoint) -> tuple[JobPlan, 
 
 
 def _changed_by_canary(wanted: _Wanted) -> tuple[Manifest, ...]:
-    """Return the Service and what else a canary changes: when a revision starts beside another, at each reading of a
-    canary, so that a lost write is made up for, and when it ends without taking over.
+    """Return the Service, the HTTPRoute and what else a canary changes: when a revision starts beside another, at each
+    reading of a canary, so that a lost write is made up for, and when it ends without taking over.
     """
     rolled = wanted.rollout
     serving, before, canary = rolled.serving, rolled.before.canary, rolled.canary
@@ -215,10 +223,26 @@ def _changed_by_canary(wanted: _Wanted) -> tuple[Manifest, ...]:
         return ()
     now = None if canary is None or rolled.failed is not None else canary.status
     if now is not None:
-        new = before is None or before.revision != now.revision or before.read_time != now.read_time
-        return canary_objects(wanted.plan, wanted.context, None) if new else ()
+        new = before is None or not is_same_canary(before, now) or before.read_time != now.read_time
+        both = (serving.revision, now.revision, now.weight)
+        return canary_objects(wanted.plan, wanted.context, *both) if new else ()
     starts = canary is not None and rolled.target_view is None
     return canary_objects(wanted.plan, wanted.context, serving.revision) if before is not None or starts else ()
+
+
+def _unneeded(state: ReconcileState, wanted: _Wanted) -> tuple[ObjectRef, ...]:
+    """Return the objects to delete. Revisions wait while an HTTPRoute may still lead to one: objects are deleted before
+    others are applied.
+    """
+    rolled, before = wanted.rollout, wanted.rollout.before.canary
+    if before is None or before.weight is None or is_same_canary(rolled.status.canary, before):
+        return tuple(ref for one in rolled.unneeded for ref in _revision_objects(state, one))
+    return () if routed_traffic(wanted.context) is not None else _route(state)
+
+
+def _route(state: ReconcileState) -> tuple[ObjectRef, ...]:
+    """Return the HTTPRoute that the endpoint may have; nothing where that kind is not served."""
+    return (ObjectRef(*ROUTE, JobNames.of(state.job.name).endpoint),) if state.observed.http_routes else ()
 
 
 def _with_stall(state: ReconcileState, reason: str, message: str) -> ReconcileState:
@@ -258,6 +282,7 @@ def _applied(
         return _running(state, current, rolled, objects)
     names, kinds = JobNames.of(state.job.name), {(one["apiVersion"], one["kind"]) for one in objects.manifests}
     unwanted = tuple(ObjectRef(*kind, names.endpoint) for kind in OPTIONAL_KINDS if kind not in kinds)
+    unwanted = unwanted if ROUTE in kinds else (*unwanted, *_route(state))
     name = f"{RUNTIMES[objects.runtime][1]} {names.servers(rolled.target)}"
     if rolled.serving is None and servers is None:
         state, unwanted = state.with_event("StageStarted", f"Stage serve runs as {name}."), ()
@@ -312,7 +337,8 @@ def _with_conditions(state: ReconcileState) -> ReconcileState:
     readiness = _readiness(state, url)
     serving = None if status is None else view_of(state, status.revision)
     state = with_canary_problem(state, None if state.job.status.endpoint is None else state.job.status.endpoint.canary)
-    state = with_autoscaler(state, serving).requeue(volume_deadline(state)).with_findings(readiness=readiness)
+    state = with_route(with_autoscaler(state, serving), serving)
+    state = state.requeue(volume_deadline(state)).with_findings(readiness=readiness)
     if not readiness.ready:
         state = state.with_findings(waiting=readiness.message, waiting_reason=readiness.reason)
     elif state.findings.stalled is None and target is not None and target.stuck is not None:
@@ -362,7 +388,7 @@ def _readiness(state: ReconcileState, url: str) -> Readiness:
 def _serving_details(state: ReconcileState, servers: EndpointView) -> str:
     """Return sentences on KServe's own address, and on a server that does not start beside those that answer."""
     own = "" if servers.url is None else f" KServe exposes it at {servers.url}."
-    own += autoscaler_details(state, servers)
+    own += autoscaler_details(state, servers) + route_details(state, servers)
     problem = start_problem(state, servers.revision)
     return own if problem is None else f"{own} {problem}"
 
@@ -379,5 +405,8 @@ def _rollout_details(state: ReconcileState, status: EndpointStatus) -> str:
     if canary is not None and reason == WAITING:
         if canary.passed_time is not None:
             return f" Revision {canary.revision} has passed its canary, and waits for all of its servers."
-        return f" Revision {canary.revision} is a canary with {canary.servers} server{'s' * (canary.servers > 1)}."
+        share = "" if canary.weight is None else f"{canary.weight} % of the Gateway's requests on "
+        return (
+            f" Revision {canary.revision} is a canary with {share}{canary.servers} server{'s' * (canary.servers > 1)}."
+        )
     return f" Revision {status.target} is not ready: {message}" if reason != WAITING else f" {message}"

@@ -23,7 +23,7 @@ from pydantic import JsonValue, ValidationError
 
 from finetune_operator.api.types import CanaryStatus, EndpointSpec, EndpointStatus, RevisionStatus
 from finetune_operator.planning.plan_types import Servers
-from finetune_operator.reconcile.endpoint_canary import Canary, figures, next_canary
+from finetune_operator.reconcile.endpoint_canary import Canary, figures, is_same_canary, next_canary
 from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.reconcile_types import EndpointView
 from finetune_operator.rendering.endpoint_objects import server_count
@@ -459,10 +459,11 @@ def _with_canary_events(state: ReconcileState, rolled: Rollout, serving: Endpoin
     now, before = None if rolled.canary is None else rolled.canary.status, rolled.before.canary
     if now is None:
         return state
-    if before is None or before.revision != now.revision:
-        message = f"with {_servers(now.servers)} beside {serving.replicas} of revision {serving.revision}"
+    if not is_same_canary(before, now):
+        share = "" if now.weight is None else f"{now.weight} % of the Gateway's requests on "
+        message = f"with {share}{_servers(now.servers)} beside {serving.replicas} of revision {serving.revision}"
         return state.with_event("CanaryStarted", f"Revision {now.revision} answers requests as a canary, {message}.")
-    if now.passed_time is not None and before.passed_time is None:
+    if now.passed_time is not None and before is not None and before.passed_time is None:
         return state.with_event(
             "CanaryPassed", f"The canary of revision {now.revision} has passed: {figures(now, serving.revision)}"
         )

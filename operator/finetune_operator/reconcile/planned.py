@@ -97,6 +97,7 @@ def _facts(state: ReconcileState) -> Facts:
         served=_launchers(state),
         kserve=state.observed.kserve,
         custom_metrics=state.observed.custom_metrics,
+        http_routes=state.observed.http_routes,
         runtime_there=_runtime_there(state),
         prepared=_succeeded(state, Stage.PREPARE),
         predicted=_succeeded(state, Stage.PREDICT),

@@ -225,6 +225,18 @@ class AutoscalerView:
 
 
 @dataclass(frozen=True)
+class RouteView:
+    """State of the endpoint's HTTPRoute."""
+
+    accepted: bool
+    """True if the Gateway leads requests by it."""
+    since: datetime
+    """Time of its creation."""
+    message: str = ""
+    """Reason why it is not accepted."""
+
+
+@dataclass(frozen=True)
 class RequestCounts:
     """Requests to the model that servers have answered."""
 
@@ -312,6 +324,10 @@ class Observed:
     """True if the API server serves InferenceServices."""
     custom_metrics: bool = False
     """True if the API server serves the custom metrics API."""
+    http_routes: bool = False
+    """True if the API server serves HTTPRoutes."""
+    route: RouteView | None = None
+    """HTTPRoute of the endpoint; None: there is none, or it has not been read."""
     autoscaler: AutoscalerView | None = None
     """Autoscaler of the endpoint; None: there is none, or its state is not known."""
     taken_by: str | None = None

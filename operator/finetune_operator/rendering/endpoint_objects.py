@@ -1,11 +1,12 @@
 """Objects of an endpoint: a Deployment or a KServe InferenceService for each revision, beside them a Service, a
-NetworkPolicy and, with several servers, a HorizontalPodAutoscaler and a PodDisruptionBudget.
+NetworkPolicy and, with several servers, a HorizontalPodAutoscaler and a PodDisruptionBudget; an HTTPRoute if a Gateway
+leads to it.
 
 A revision is a configuration of the servers (files and pod template); its number is their attempt label. The Service
-selects one revision, or two during a canary, and the autoscaler scales the one that serves. The other objects cover all
-revisions. The servers' object
-comes last and has the digest of all objects, so that reading it alone shows whether the endpoint is up to date. Servers
-of KServe have the same labels: the shared objects select them too, and the URL stays if they replace a Deployment's.
+selects one revision, or two during a canary by share of servers; a canary by weight has a Service of its own. The
+autoscaler scales the revision that serves. The other objects cover all revisions. The servers' object comes last and
+has the digest of all objects, so that reading it alone shows whether the endpoint is up to date. Servers of KServe have
+the same labels: the shared objects select them too, and the URL stays if they replace a Deployment's.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from pydantic import JsonValue
 from finetune_contract.choices import Stage
 from finetune_contract.layout import ENV_GRACE_SECONDS, SERVE_PORT
 from finetune_operator.launchers.kserve_kind import AUTOSCALER_CLASS, DEPLOYMENT_MODE, KSERVE_API, KSERVE_KIND
+from finetune_operator.launchers.route_kind import ROUTE_API, ROUTE_KIND
 from finetune_operator.launchers.vllm_facts import VLLM_IN_FLIGHT
 from finetune_operator.planning.endpoint_plan import DRAIN_SECONDS
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import EndpointRuntime, JobPlan, Servers
+from finetune_operator.rendering.endpoint_route import WHOLE, gateway_peer, route, routed_traffic
 from finetune_operator.rendering.manifests import config_map, metadata
 from finetune_operator.rendering.network import dumped, operator_peer
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME, SERVED_CONTAINER_NAME, Pod
@@ -56,7 +59,8 @@ REQUESTS_IN_FLIGHT = "finetune_serving_requests_in_flight"
 OPTIONAL_KINDS = (("autoscaling/v2", "HorizontalPodAutoscaler"), ("policy/v1", "PodDisruptionBudget"))
 SERVICE_KIND = ("v1", "Service")
 SHARED_KINDS = (*OPTIONAL_KINDS, ("networking.k8s.io/v1", "NetworkPolicy"), SERVICE_KIND)
-"""Kinds of objects that all revisions share."""
+"""Kinds of objects that all revisions share, beside an HTTPRoute."""
+ROUTE = (ROUTE_API, ROUTE_KIND)
 RUNTIMES: Mapping[EndpointRuntime, tuple[str, str]] = {
     "deployment": ("apps/v1", "Deployment"),
     "kserve": (KSERVE_API, KSERVE_KIND),
@@ -103,21 +107,34 @@ def server_count(servers: Servers, running: int | None) -> int:
     return min(max(running, servers.replicas), servers.most)
 
 
-def canary_objects(plan: JobPlan, context: RenderContext, revision: int | None) -> tuple[Manifest, ...]:
-    """Return the shared objects that a canary changes: the Service, which selects `revision`, or all revisions if that
-    is None, and the NetworkPolicy, which lets the operator read the servers' metrics.
+def canary_objects(
+    plan: JobPlan, context: RenderContext, serving: int, canary: int | None = None, weight: int | None = None
+) -> tuple[Manifest, ...]:
+    """Return the shared objects that a canary changes: the NetworkPolicy, which lets the operator read the servers'
+    metrics, the Service, which selects the revision `serving`, and the HTTPRoute if there is one. During a `canary`
+    the Service selects all revisions; or, with a `weight` in percent, the HTTPRoute also leads to a Service of the
+    canary.
     """
     assert plan.servers is not None, "a plan with the stage serve has servers"
-    shared = _shared_objects(StagePods(plan, context, Attempt(Stage.SERVE, revision or 1)), plan.servers)
-    service = next(one for one in shared if one["kind"] == "Service")
-    if revision is None:
+    pods = StagePods(plan, context, Attempt(Stage.SERVE, serving))
+    found = {str(one["kind"]): one for one in _shared_objects(pods, plan.servers)}
+    policy = (found["NetworkPolicy"],) if "NetworkPolicy" in found else ()
+    service, routes = found["Service"], (found[ROUTE_KIND],) if ROUTE_KIND in found else ()
+    traffic = routed_traffic(context)
+    if canary is None:
+        return (*policy, service, *routes)
+    if weight is None or traffic is None:
         spec = service["spec"]
         assert isinstance(spec, dict), "a Service has a spec"
         selector = spec["selector"]
         assert isinstance(selector, dict), "the Service selects pods by labels"
         every: JsonValue = {label: text for label, text in selector.items() if label != ATTEMPT_LABEL}
-        service = {**service, "spec": {**spec, "selector": every}}
-    return (*(one for one in shared if one["kind"] == "NetworkPolicy"), service)
+        return (*policy, {**service, "spec": {**spec, "selector": every}}, *routes)
+    beside = StagePods(plan, context, Attempt(Stage.SERVE, canary))
+    about = metadata(beside)
+    weights = {_service_name(pods): WHOLE - weight, str(about["name"]): weight}
+    own = route(_shared_metadata(pods), traffic, weights, SERVICE_PORT)
+    return (*policy, service, _service(about, beside), own)
 
 
 def endpoint_objects(
@@ -165,22 +182,39 @@ def _shared_objects(pods: StagePods, servers: Servers) -> tuple[Manifest, ...]:
     """Return the objects that all revisions share; the Service selects this revision's pods."""
     context, everyone = pods.context, {**pods.identity}
     del everyone[ATTEMPT_LABEL]
-    labels: JsonValue = {name: text for name, text in pods.labels.items() if name != ATTEMPT_LABEL}
-    own: Manifest = {**metadata(pods, pods.names.endpoint), "labels": labels}
+    own = _shared_metadata(pods)
     selector: JsonValue = dict(everyone)
     objects = []
     if context.settings.network_policy.enabled:
         clients = [*dumped(context.settings.network_policy.endpoint_clients), *_metric_readers(context)]
+        clients += [] if (peer := gateway_peer(context)) is None else [peer]
         objects.append(document("server_network", metadata=own, pods=selector, clients=clients, port=SERVE_PORT))
-    one: JsonValue = dict(pods.identity)
-    name = None if context.spec.endpoint is None else context.spec.endpoint.name
-    about: Manifest = {**own, "name": pods.names.endpoint_service(name)}
-    objects.append(document("server_service", metadata=about, selector=one, port=SERVICE_PORT, target=SERVE_PORT))
+    service = _service_name(pods)
+    objects.append(_service({**own, "name": service}, pods))
+    if (traffic := routed_traffic(context)) is not None:
+        objects.append(route(own, traffic, {service: WHOLE}, SERVICE_PORT))
     if servers.most > 1:
         objects.append(document("server_disruption", metadata=own, selector=selector))
     if servers.most > servers.replicas:
         objects.append(_scaling(pods, servers, own))
     return tuple(objects)
+
+
+def _shared_metadata(pods: StagePods) -> Manifest:
+    """Return `metadata` of the objects that all revisions share."""
+    labels: JsonValue = {name: text for name, text in pods.labels.items() if name != ATTEMPT_LABEL}
+    return {**metadata(pods, pods.names.endpoint), "labels": labels}
+
+
+def _service_name(pods: StagePods) -> str:
+    endpoint = pods.context.spec.endpoint
+    return pods.names.endpoint_service(None if endpoint is None else endpoint.name)
+
+
+def _service(about: Manifest, pods: StagePods) -> Manifest:
+    """Return a Service that selects the servers of one revision."""
+    selector: JsonValue = dict(pods.identity)
+    return document("server_service", metadata=about, selector=selector, port=SERVICE_PORT, target=SERVE_PORT)
 
 
 def _metric_readers(context: RenderContext) -> list[JsonValue]:

@@ -35,6 +35,7 @@ TemplateName: TypeAlias = (
         "server_scaling",
         "server_disruption",
         "server_network",
+        "server_route",
     ]
     | LauncherName
 )

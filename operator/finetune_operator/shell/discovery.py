@@ -1,4 +1,4 @@
-"""Launchers, KServe and custom metrics, as far as the API server serves them.
+"""Launchers, KServe, HTTPRoutes and custom metrics, as far as the API server serves them.
 
 They are read again when a job has to be planned, at most every few seconds, so that a training operator that is
 installed later is used without a restart. No right is needed for it.
@@ -13,6 +13,7 @@ import time
 from finetune_operator.kubernetes_api.resources import (
     CUSTOM_METRICS_GROUP,
     DEPLOYMENT,
+    HTTP_ROUTE,
     INFERENCE_SERVICE,
     LAUNCHER_RESOURCES,
     Resource,
@@ -37,6 +38,8 @@ class Discovery:
         """True if InferenceServices are served."""
         self.custom_metrics = False
         """True if the custom metrics API is served, by an adapter such as prometheus-adapter."""
+        self.http_routes = False
+        """True if HTTPRoutes of the Gateway API are served."""
         self.changed = asyncio.Event()
         """Set when the served kinds change; for one listener, which clears it."""
 
@@ -46,6 +49,11 @@ class Discovery:
         launchers = (LAUNCHER_RESOURCES[launcher] for launcher in self.served)
         # An InferenceService is known before the Deployment that KServe creates for it.
         return *launchers, *((INFERENCE_SERVICE,) if self.kserve else ()), DEPLOYMENT
+
+    @property
+    def endpoint_extensions(self) -> tuple[bool, bool]:
+        """APIs that an endpoint uses beside the kinds above: custom metrics and HTTPRoutes."""
+        return self.custom_metrics, self.http_routes
 
     async def served_now(self) -> tuple[LauncherName, ...]:
         """Return a fresh answer. ApiError."""
@@ -65,9 +73,13 @@ class Discovery:
             custom_metrics = await self._kube.serves_group(CUSTOM_METRICS_GROUP)
             if custom_metrics != self.custom_metrics:
                 log.info("the API server %s custom metrics", "serves" if custom_metrics else "no longer serves")
+            http_routes = await self._kube.serves(HTTP_ROUTE)
+            if http_routes != self.http_routes:
+                log.info("the API server %s HTTPRoutes", "serves" if http_routes else "no longer serves")
             if (served, kserve) != (self.served, self.kserve):
                 self.changed.set()
             self.served, self.kserve, self.custom_metrics = served, kserve, custom_metrics
+            self.http_routes = http_routes
             self._read_at = time.monotonic()
 
     def outdated(self) -> None:

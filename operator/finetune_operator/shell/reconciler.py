@@ -32,6 +32,7 @@ from finetune_operator.kubernetes_api.errors import (
 from finetune_operator.kubernetes_api.resources import (
     AUTOSCALER,
     FINETUNE_JOB,
+    HTTP_ROUTE,
     POD,
     resource_of,
 )
@@ -52,7 +53,9 @@ from finetune_operator.reconcile.reconcile_types import (
     ObjectRef,
     Observed,
     Refusal,
+    RouteView,
 )
+from finetune_operator.reconcile.route_state import has_route, route_view
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME
 from finetune_operator.rendering.render_types import UID_LABEL, Manifest, ProgressEndpoint
 from finetune_operator.shell.discovery import Discovery
@@ -96,6 +99,9 @@ class JobMemory:
     autoscaler: AutoscalerView | None = None
     autoscaler_read: float = float("-inf")
     """Time when the endpoint's autoscaler was read, on the monotonic clock."""
+    route: RouteView | None = None
+    route_read: float = float("-inf")
+    """Time when the endpoint's HTTPRoute was read, likewise."""
     servers: ServerMemory = field(default_factory=ServerMemory)
     queued: set[tuple[str, str, str]] = field(default_factory=set)
     """Events that were queued: version of the job that they were decided at, reason, message."""
@@ -210,6 +216,7 @@ class Reconciler:
         await self._read_logs(key, memory)
         await self._read_stale_attempt(key, memory)
         await self._read_autoscaler(key, memory)
+        await self._read_route(key, memory)
         await self._servers.refresh(job, self._state.store.pods(job.id), memory.servers, self._state.now())
         # Read without awaiting in between: a view and the version that belongs to it.
         job, version = self._state.store.job(key), self._state.store.job_version(key)
@@ -257,6 +264,8 @@ class Reconciler:
             endpoints=self._state.store.endpoints(job.id),
             kserve=self._discovery.kserve,
             custom_metrics=self._discovery.custom_metrics,
+            http_routes=self._discovery.http_routes,
+            route=memory.route,
             autoscaler=memory.autoscaler,
             canary_reading=memory.servers.reading,
             taken_by=taken_by(job, self._others(job)) if service_of(job) is not None else None,
@@ -322,7 +331,7 @@ class Reconciler:
         job, now = self._state.store.job(key), time.monotonic()
         if job is None or not has_autoscaler(job):
             memory.autoscaler, memory.autoscaler_read = None, float("-inf")
-        elif is_due(now - memory.autoscaler_read, memory.autoscaler):
+        elif is_due(now - memory.autoscaler_read, memory.autoscaler is not None and memory.autoscaler.active):
             memory.autoscaler_read = now
             try:
                 found = await self._state.kube.get(AUTOSCALER, key.namespace, JobNames.of(key.name).endpoint)
@@ -330,6 +339,20 @@ class Reconciler:
                 memory.autoscaler = None
             else:
                 memory.autoscaler = autoscaler_view(found)
+
+    async def _read_route(self, key: JobKey, memory: JobMemory) -> None:
+        """Read the endpoint's HTTPRoute, at intervals, as its autoscaler."""
+        job, now = self._state.store.job(key), time.monotonic()
+        if job is None or not has_route(job) or not self._discovery.http_routes:
+            memory.route, memory.route_read = None, float("-inf")
+        elif is_due(now - memory.route_read, memory.route is not None and memory.route.accepted):
+            memory.route_read = now
+            try:
+                found = await self._state.kube.get(HTTP_ROUTE, key.namespace, JobNames.of(key.name).endpoint)
+            except NotFoundError:
+                memory.route = None
+            else:
+                memory.route = route_view(found)
 
     async def _log_end(self, job: JobView, pod: str) -> str:
         return redacted_log(job, await self._state.kube.pod_log(job.namespace, pod, CONTAINER_NAME))

@@ -85,9 +85,9 @@ class Syncer:
     async def launchers(self) -> None:
         """Requeue jobs that have not begun when the served kinds change, for ever: a training operator may be installed
         while they are suspended, or after they were refused for lack of it. Likewise endpoints that scale by custom
-        metrics, once these are served. Discovery runs only while there are such jobs.
+        metrics or lead requests by an HTTPRoute, once these are served. Discovery runs only while there are such jobs.
         """
-        known = self._discovery.resources, self._discovery.custom_metrics
+        known = self._discovery.resources, self._discovery.endpoint_extensions
         while True:
             await asyncio.sleep(SERVED_SECONDS)
             store = self._state.store
@@ -95,7 +95,7 @@ class Syncer:
                 key
                 for key in store.jobs()
                 if (job := store.job(key))
-                and (job.status.start_time is None or store.lacks_servers(key) or self._lacks_metrics(job))
+                and (job.status.start_time is None or store.lacks_servers(key) or self._lacks_extension(job))
             ]
             if not waiting:
                 continue
@@ -104,17 +104,20 @@ class Syncer:
             except ApiError as error:
                 log.debug("cannot discover the served kinds, retrying: %s", error)
                 continue
-            found = self._discovery.resources, self._discovery.custom_metrics
+            found = self._discovery.resources, self._discovery.endpoint_extensions
             if found != known:
                 known = found
                 for key in waiting:
                     self._state.queue.add(key)
 
-    def _lacks_metrics(self, job: JobView) -> bool:
-        """Return whether the job's servers would scale by custom metrics, which are not served."""
+    def _lacks_extension(self, job: JobView) -> bool:
+        """Return whether the job's endpoint would use custom metrics or an HTTPRoute, which are not served."""
         endpoint = None if job.job is None else job.job.spec.endpoint
-        target = None if endpoint is None else endpoint.target_requests_in_flight
-        return target is not None and not self._discovery.custom_metrics
+        if endpoint is None:
+            return False
+        scales = endpoint.target_requests_in_flight is not None
+        routes = endpoint.traffic is not None and endpoint.traffic.gateway is not None
+        return (scales and not self._discovery.custom_metrics) or (routes and not self._discovery.http_routes)
 
     def _resources(self) -> tuple[Resource, ...]:
         return FINETUNE_JOB, POD, *self._discovery.resources

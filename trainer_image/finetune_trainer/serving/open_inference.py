@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from finetune_trainer.serving.request_rows import RequestError
@@ -60,10 +60,29 @@ def _parsed(name: str, text: str) -> Any:
         raise RequestError(400, f"Each element of {name} must be a JSON list in text: {error}.") from error
 
 
-def answer_of(model: str, version: str, identity: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return each column of predict's answers as a tensor; values that are no text or number become JSON in text."""
+def outputs_of(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the requested outputs; empty: all. RequestError 400."""
+    outputs = body.get("outputs")
+    if outputs is None:
+        return ()
+    if not isinstance(outputs, list) or not all(
+        isinstance(each, dict) and isinstance(each.get("name"), str) for each in outputs
+    ):
+        raise RequestError(400, "outputs must be a list of objects with name.")
+    return tuple(each["name"] for each in outputs)
+
+
+def answer_of(
+    model: str, version: str, identity: Any, rows: list[dict[str, Any]], requested: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the requested columns of predict's answers as tensors, all if none is requested; values that are no text
+    or number become JSON in text. RequestError 400 for a column that the answers do not have.
+    """
+    unknown = next((name for name in requested if name not in rows[0]), None)
+    if unknown is not None:
+        raise RequestError(400, f"There is no output {unknown[:80]!r}; the model has {', '.join(rows[0])}.")
     outputs = []
-    for name in rows[0]:
+    for name in dict.fromkeys(requested) or rows[0]:
         values = [row[name] for row in rows]
         if all(isinstance(each, float) for each in values):
             kind = "FP64"

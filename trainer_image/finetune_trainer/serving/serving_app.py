@@ -174,8 +174,8 @@ class _Handlers:
     # ---------------------------------------------------------------------------------------------- about the server
 
     async def page(self, request: Request) -> Response:
-        """Page to try the model."""
-        described = self.description(self._engine.name)
+        """Page to try the models."""
+        described = [self.description(name) for name in self._engine.names]
         return Response(page_of.page(described), headers=dict(page_of.HEADERS), media_type="text/html")
 
     async def page_file(self, request: Request) -> Response:
@@ -270,9 +270,10 @@ class _Handlers:
         if identity is not None and not isinstance(identity, str):
             raise RequestError(400, "id must be text.")
         generation = hugging_face_json.generation_of(self._engine.generation, parameters_of(body))
-        rows = open_inference.rows_of(body)
+        rows, requested = open_inference.rows_of(body), open_inference.outputs_of(body)
         found = await self._queue.answered(request, self._queue.form(name, rows, generation), rows)
-        return json_response(open_inference.answer_of(name, self._state.revision_of(name), identity, found))
+        answer = open_inference.answer_of(name, self._state.revision_of(name), identity, found, requested)
+        return json_response(answer)
 
     async def hugging_face(self, request: Request) -> Response:
         """Answer a request of the Hugging Face inference API."""

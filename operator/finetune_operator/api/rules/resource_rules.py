@@ -12,7 +12,7 @@ from pydantic.alias_generators import to_snake
 from finetune_contract.choices import RUNG_TASKS
 from finetune_operator.api.quantities import parse_quantity, size_hint, too_small_rule
 from finetune_operator.api.rules.rule import Holds, Rule, is_one_of
-from finetune_operator.api.types import AcceleratorSpec, EndpointSpec, FineTuneJobSpec, ServedAdapterSpec
+from finetune_operator.api.types import AcceleratorSpec, EndpointSpec, FineTuneJobSpec, ServedAdapterSpec, TrafficSpec
 from finetune_operator.launchers.launcher_rows import SUPPORTED
 
 RESERVED_PREFIXES = (
@@ -75,9 +75,15 @@ def least_canary_percent(endpoint: EndpointSpec) -> int:
 
 
 def _canary_percent(spec: FineTuneJobSpec) -> int:
-    """Return the maximum share of a canary in percent; 100 if there is no limit."""
-    traffic = None if spec.endpoint is None else spec.endpoint.traffic
-    return 100 if traffic is None or traffic.canary_percent is None else traffic.canary_percent
+    """Return the maximum share of a canary's servers in percent; 100 if there is no limit, or weights set the share."""
+    traffic = _traffic(spec)
+    if traffic is None or traffic.canary_percent is None or traffic.gateway is not None:
+        return 100
+    return traffic.canary_percent
+
+
+def _traffic(spec: FineTuneJobSpec) -> TrafficSpec | None:
+    return None if spec.endpoint is None else spec.endpoint.traffic
 
 
 def _serves_rung(spec: FineTuneJobSpec) -> bool:
@@ -311,6 +317,7 @@ RULES: tuple[Rule, ...] = (
         "canary-is-whole-servers",
         "endpoint.traffic.canaryPercent",
         "!has(self.endpoint) || !has(self.endpoint.traffic) || !has(self.endpoint.traffic.canaryPercent)"
+        " || has(self.endpoint.traffic.gateway)"
         " || self.endpoint.traffic.canaryPercent * (self.endpoint.replicas + 1) >= 100",
         lambda spec: spec.endpoint is None or least_canary_percent(spec.endpoint) <= _canary_percent(spec),
         "must be at least the share of one server beside spec.endpoint.replicas",
@@ -319,7 +326,28 @@ RULES: tuple[Rule, ...] = (
             f"set it to {0 if spec.endpoint is None else least_canary_percent(spec.endpoint)} or more, "
             "increase spec.endpoint.replicas, or leave it out for one server"
         ),
-        reads=("endpoint.traffic.canaryPercent", "endpoint.replicas"),
+        reads=("endpoint.traffic.canaryPercent", "endpoint.traffic.gateway", "endpoint.replicas"),
+    ),
+    Rule(
+        "weights-need-a-share",
+        "endpoint.traffic.gateway",
+        "!has(self.endpoint) || !has(self.endpoint.traffic) || !has(self.endpoint.traffic.gateway)"
+        " || has(self.endpoint.traffic.canaryPercent)",
+        lambda spec: (
+            (traffic := _traffic(spec)) is None or traffic.gateway is None or traffic.canary_percent is not None
+        ),
+        "needs spec.endpoint.traffic.canaryPercent, the weight of a canary",
+        "set spec.endpoint.traffic.canaryPercent to 10",
+    ),
+    Rule(
+        "hostnames-are-those-of-a-route",
+        "endpoint.traffic.hostnames",
+        "!has(self.endpoint) || !has(self.endpoint.traffic) || !has(self.endpoint.traffic.hostnames)"
+        " || size(self.endpoint.traffic.hostnames) == 0 || has(self.endpoint.traffic.gateway)",
+        lambda spec: (traffic := _traffic(spec)) is None or not traffic.hostnames or traffic.gateway is not None,
+        "has no effect without spec.endpoint.traffic.gateway",
+        "set spec.endpoint.traffic.gateway, or leave it out",
+        reads=("endpoint.traffic.hostnames", "endpoint.traffic.gateway"),
     ),
     Rule(
         "takeover-names-the-endpoint",

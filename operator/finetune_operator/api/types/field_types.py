@@ -38,6 +38,8 @@ IMAGE_PATTERN = (
 MANAGED_BY_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9/._~-]+$"
 DNS_LABEL_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 ENDPOINT_NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+GATEWAY_PATTERN = r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?/)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+HOSTNAME_PATTERN = r"^(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 DATA_KEY_PATTERN = r"^[-._a-zA-Z0-9]+$"
 ENV_PATTERN = r"^[-._a-zA-Z][-._a-zA-Z0-9]*$"
 FOLDER_PATTERN = r"^/[^:]+$"
@@ -57,6 +59,8 @@ PATTERN_DESCRIPTIONS = {
     DNS_SUBDOMAIN_PATTERN: "a name of lowercase letters, digits, - and . that begins and ends with a letter or digit",
     DNS_LABEL_PATTERN: "a name of lowercase letters, digits and - that begins and ends with a letter or digit",
     ENDPOINT_NAME_PATTERN: "a name of lowercase letters, digits and - that begins with a letter and does not end in -",
+    GATEWAY_PATTERN: "the name of a Gateway such as public, or its namespace and name such as infra/public",
+    HOSTNAME_PATTERN: "a host name of lowercase letters, digits, - and . such as reviews.example.com, or *.example.com",
     ADAPTER_NAME_PATTERN: "a name of letters, digits, -, _ and . that begins and ends with a letter or digit",
     DATA_KEY_PATTERN: "a key of letters, digits, -, _ and .",
     IMAGE_PATTERN: "an image such as registry.example.com/team/trainer:1.0, with a lowercase path",

@@ -424,6 +424,13 @@ class CanaryStatus(StatusModel):
 
     revision: int = Field(ge=1, description="Number of the revision that gets a share of the requests.")
     servers: int = Field(ge=1, description="Number of its servers.")
+    weight: int | None = Field(
+        default=None,
+        ge=1,
+        le=99,
+        description="Share of the requests that the HTTPRoute gives it, in percent. Unset if its share is that of its "
+        "servers.",
+    )
     start_time: StatusTime = Field(description="Time since which it gets requests, RFC 3339.")
     read_time: OptionalTime = Field(
         default=None, description="Time of the last reading of the servers' metrics, RFC 3339. Unset before the first."

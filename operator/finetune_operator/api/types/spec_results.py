@@ -1,12 +1,14 @@
 """Uses of a trained model: evaluation, generation, prediction and serving."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, StringConstraints
 
 from finetune_contract.choices import ADAPTER_NAME_PATTERN, PredictRung
 from finetune_operator.api.types.field_types import (
     ENDPOINT_NAME_PATTERN,
+    GATEWAY_PATTERN,
+    HOSTNAME_PATTERN,
     SERVER_PATTERN,
     Auto,
     Count,
@@ -158,13 +160,27 @@ class EndpointResourcesSpec(SpecModel):
     )
 
 
+Hostname: TypeAlias = Annotated[str, StringConstraints(pattern=HOSTNAME_PATTERN, min_length=1, max_length=253)]
+
+
 class TrafficSpec(SpecModel):
     """Canary of a new revision: it gets a share of the requests before it takes over."""
 
     canary_percent: Annotated[int, Field(ge=1, le=50)] | None = Field(
         default=None,
         description="Maximum share of the requests that a canary gets, in percent. The share is one of whole servers, "
-        "so it needs enough replicas. If unset, the canary is one server, whatever its share.",
+        "so it needs enough replicas, unless a gateway is set. If unset, the canary is one server, whatever its share.",
+    )
+    gateway: Annotated[str, StringConstraints(pattern=GATEWAY_PATTERN, max_length=317)] | None = Field(
+        default=None,
+        description="Gateway of the Gateway API that leads requests to the endpoint, as NAME or NAMESPACE/NAME. The "
+        "operator attaches an HTTPRoute to it, whose weights give a canary canaryPercent of the requests. If unset, "
+        "there is no HTTPRoute, and the share of a canary is one of servers.",
+    )
+    hostnames: Annotated[tuple[Hostname, ...], Field(max_length=16)] = Field(
+        default=(),
+        description="Host names of the requests that the HTTPRoute takes. Defaults to none: those of the Gateway's "
+        "listeners.",
     )
     canary_seconds: Annotated[int, Field(ge=1, le=604_800)] = Field(
         default=300,

@@ -6,7 +6,7 @@ It looks like `finetune ui`, with its own style sheet, since the trainer's image
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from types import MappingProxyType
@@ -36,15 +36,15 @@ FILES: Mapping[str, tuple[bytes, str]] = MappingProxyType(
 """Name of each file that the page loads from `/page/NAME` -> its content and its media type."""
 
 
-def page(metadata: Mapping[str, Any]) -> bytes:
-    """Return the HTML of the page. `metadata`: the answer of `/v2/models/NAME`.
+def page(models: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the HTML of the page. `models`: the answers of `/v2/models/NAME` for each model, the default one first.
 
     It reads `name` and, in `parameters`, `task`, `labels`, `pairs` (true if texts come in pairs), `label_form` (as
     `problem_type` of a model's config), `mask_token`, and `chat` (false: the model continues a text).
     """
-    model = {**metadata["parameters"], "name": metadata["name"]}
+    described = [{**metadata["parameters"], "name": metadata["name"]} for metadata in models]
     html = (_STATIC / "page.html").read_text(encoding="utf-8")
-    values = {"NAME": model["name"], "TASK": model["task"], "METADATA": json.dumps(model)}
+    values = {"NAME": described[0]["name"], "TASK": described[0]["task"], "MODELS": json.dumps(described)}
     before, *parts = html.split("{{")
     put = [before]
     for part in parts:

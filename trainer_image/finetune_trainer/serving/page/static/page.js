@@ -3,7 +3,9 @@ import { TASKS, element } from "./tasks.js";
 import { pieces } from "./stream.js";
 
 const at = (id) => document.getElementById(id);
-const model = JSON.parse(document.body.dataset.metadata);
+// The first one answers requests that name none. All have the same task.
+const models = JSON.parse(document.body.dataset.models);
+let model = models[0];
 const task = TASKS[model.task];
 const fields = task.fields(model);
 const NOTHING_YET = task.chat ? "No messages yet." : "No answer yet: fill in the fields and send them, or use the example.";
@@ -48,7 +50,7 @@ function missing() {
 }
 
 function request(values) {
-  if (!task.chat) return ["/", task.body(values, model)];
+  if (!task.chat) return [model === models[0] ? "/" : `/models/${encodeURIComponent(model.name)}`, task.body(values, model)];
   if (model.chat === false) return ["/v1/completions", { model: model.name, prompt: values.text, stream: true }];
   return ["/v1/chat/completions", { model: model.name, messages: [...conversation, { role: "user", content: values.text }], stream: true }];
 }
@@ -96,6 +98,8 @@ function message(role, text) {
 // Puts the pieces of an answer behind each other as they arrive. Readers of the screen hear it once it is whole.
 async function follow(response, question) {
   if (model.chat === false) conversation = [];
+  // Another one if it is cleared meanwhile.
+  const turns = conversation;
   message("user", question);
   at("text").value = "";
   const [line, content] = message("assistant", "");
@@ -109,13 +113,14 @@ async function follow(response, question) {
   } finally {
     line.removeAttribute("aria-busy");
     if (!content.textContent) content.textContent = "(empty answer)";
-    else conversation.push({ role: "user", content: question }, { role: "assistant", content: content.textContent });
+    else turns.push({ role: "user", content: question }, { role: "assistant", content: content.textContent });
   }
 }
 
 async function ask() {
   if (underWay || missing()) return;
   const values = fieldValues();
+  const current = model;
   const [path, body] = request(values);
   const began = performance.now();
   const took = () => `${((performance.now() - began) / 1000).toFixed(2)} s`;
@@ -132,7 +137,7 @@ async function ask() {
       return;
     }
     if (task.chat) await follow(response, values.text);
-    else at("answer").replaceChildren(...task.show(await response.json(), values, model));
+    else at("answer").replaceChildren(...task.show(await response.json(), values, current));
     at("took").textContent = `Answered in ${took()}.`;
   } catch (error) {
     at("took").textContent = "";
@@ -180,7 +185,24 @@ function about() {
   return labels.length && model.label_form !== "regression" ? `${labels.length} labels: ${some}` : "";
 }
 
+function addModels() {
+  at("model").append(...models.map(({ name }) => element("option", { value: name }, name)));
+  at("model-field").hidden = models.length < 2;
+}
+
+function choose() {
+  underWay?.abort();
+  model = models.find(({ name }) => name === at("model").value);
+  document.title = `${model.name} · finetune`;
+  document.querySelector("h1").textContent = model.name;
+  at("about").textContent = about();
+  at("curl").textContent = "Send something first.";
+  at("fresh").hidden = true;
+  clear();
+}
+
 addFields();
+addModels();
 clear();
 at("about").textContent = about();
 at("curl").textContent = "Send something first.";
@@ -199,6 +221,7 @@ at("form").addEventListener("keydown", (event) => {
     ask();
   }
 });
+at("model").addEventListener("change", choose);
 at("stop").addEventListener("click", () => underWay?.abort());
 at("example").addEventListener("click", fillExample);
 at("copy").addEventListener("click", copy);
