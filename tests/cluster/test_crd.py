@@ -15,7 +15,7 @@ from explained import read
 from finetune_operator.api.crd import crd_yaml
 from finetune_operator.api.explain import as_text, find_field
 from finetune_operator.api.rules import RULES
-from finetune_operator.api.rules.data import COLUMN_TASKS
+from finetune_operator.api.rules.column_rules import COLUMN_TASKS
 from finetune_operator.api.settings import LOCAL_SETTINGS
 from finetune_operator.api.shapes import Number, Text, leaves, spec_shape
 from finetune_operator.api.types import FineTuneJobSpec

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Iterator
 
 from finetune_contract.arguments import FREE, OWNED_BY_PLAN, known_arguments
 from finetune_operator.api.copied import ARGUMENTS, COPIED, SAME, Copied
-from finetune_operator.api.foreign_names import NAMES, VALUES, ForeignName, ForeignValue
+from finetune_operator.api.foreign_names import NAMES
+from finetune_operator.api.foreign_rows import ForeignName, ForeignValue
+from finetune_operator.api.foreign_values import VALUES
 from finetune_operator.api.meant_values import scalar_text
 from finetune_operator.api.rules import RULES
 from finetune_operator.api.settings import Settings

@@ -15,14 +15,8 @@ from pydantic import JsonValue
 
 from finetune_operator.api.deepspeed_keys import KNOWN_KEYS
 from finetune_operator.api.field_names import plain
-from finetune_operator.api.foreign_names import (
-    ALWAYS_EVALUATED,
-    DEFAULT_EVALUATION,
-    ForeignName,
-    find_name,
-    find_value,
-    written,
-)
+from finetune_operator.api.foreign_names import find_name, find_value, written
+from finetune_operator.api.foreign_rows import ALWAYS_EVALUATED, DEFAULT_EVALUATION, ForeignName
 from finetune_operator.api.hint_parts import (
     GLOBAL_BATCH,
     MICRO_BATCH,
