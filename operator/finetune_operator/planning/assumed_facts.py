@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from finetune_contract.byte_text import GIB
 from finetune_contract.choices import Task
 from finetune_contract.facts import DeviceFacts, HardwareFacts, ModelFacts
 from finetune_operator.api.quantities import human_count, parse_quantity
@@ -33,7 +34,6 @@ __all__ = [
     "parse_hardware",
 ]
 
-GIB = 1 << 30
 CORES_PER_GPU = 8
 HOST_MEMORY_PER_GPU = 64 * GIB
 ASSUMED_NODE_MEMORY = 32 * GIB
