@@ -37,9 +37,10 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.files import share
 from finetune_trainer.float8 import InFloat8, convert, refuse_without_library, refuse_without_units
 from finetune_trainer.metric_names import refuse_unknown_metrics
+from finetune_trainer.model_card import write_model_card
 from finetune_trainer.models import load_tokenizer, pinned, position_limit, weights_digest
 from finetune_trainer.progress import ProgressSink
-from finetune_trainer.reporting import merge_metrics, training_environment, write_environment, write_model_card
+from finetune_trainer.reporting import merge_metrics, training_environment, write_environment
 from finetune_trainer.signing import signer_of
 from finetune_trainer.spread_hashing import SpreadHashing
 from finetune_trainer.stage_console import quiet_transformers
