@@ -115,7 +115,7 @@ def _unknown_name(
         if row is not None and row.under:
             return _by_row(row, path, value, around)
         if parent == "columns" and "textPair" in names:
-            return _no_column(name, value, names, around)
+            return _no_column(name, names, around)
         places = places_elsewhere(name, path)
         fitting = tuple(place for place in places if could_hold(place, value))
         if fitting:
@@ -177,7 +177,7 @@ def _of_pods(path: Sequence[PathPart], value: JsonValue, names: Sequence[str]) -
     return "did you mean mountPath?" if plain(name) in ("path", "mountpath", "mount") and "mountPath" in names else ""
 
 
-def _no_column(name: str, value: JsonValue, names: Sequence[str], around: Around) -> str:
+def _no_column(name: str, names: Sequence[str], around: Around) -> str:
     """Return the hint for a column that no task reads, and for the name of a column of the data in our place."""
     near = difflib.get_close_matches(name, names, n=1, cutoff=_ALIKE)
     near = near or [known for known in names if known.lower() in words_of(name)]

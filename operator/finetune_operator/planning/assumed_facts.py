@@ -48,6 +48,8 @@ LEAST_GPU_MEMORY = 15_360 << 20
 
 
 FALLBACK_NAME = "bert-base-uncased"
+ASSUMED_LABELS = 2
+"""Classes of a model that could not be read."""
 LLAMA_VOCABULARY = 32_000
 """Vocabulary size of Llama 2."""
 LEAST_SIZE_IN_NAME = 5_000_000
@@ -62,7 +64,7 @@ def is_well_known(uri: str) -> bool:
     return known_name(uri) is not None
 
 
-def assumed_model(uri: str, task: Task = "text-classification", labels: int = 2) -> tuple[ModelFacts, str]:
+def assumed_model(uri: str, task: Task = "text-classification") -> tuple[ModelFacts, str]:
     """Return facts for a model that could not be read, and a sentence with the assumption.
 
     A well-known name gives that checkpoint's published shape, a name with a size (`-70B`) a decoder of that size, and
@@ -71,13 +73,13 @@ def assumed_model(uri: str, task: Task = "text-classification", labels: int = 2)
     words = [part.lower() for part in uri.partition("://")[2].split("/") if part]
     name = known_name(uri)
     try:
-        facts = model_facts(known_config(name or FALLBACK_NAME), task, labels)
+        facts = model_facts(known_config(name or FALLBACK_NAME), task, ASSUMED_LABELS)
     except UnknownArchitectureError:
         name = None
-        facts = model_facts(known_config(FALLBACK_NAME), "text-classification", labels)
+        facts = model_facts(known_config(FALLBACK_NAME), "text-classification", ASSUMED_LABELS)
     size = f"{human_count(facts.parameters)} parameters"
     if name is None and (named_size := _size_in_name(words[-1:])) is not None:
-        facts = model_facts(_decoder_of(named_size), task, labels)
+        facts = model_facts(_decoder_of(named_size), task, ASSUMED_LABELS)
         return facts, (
             f"model: {uri} was not read; by its name it has {human_count(named_size)} parameters, and a Llama-like "
             f"model of about that size is taken: {facts.layers} layers, {facts.hidden_size:,} wide"

@@ -230,7 +230,7 @@ def _run_of(
     """Return the inputs of the stage. Raise StageError for a precision or a setting that is not possible with them."""
     _refuse_fp8(training, without_units=fp8_without_units)
     run = _Run(job, training, paths, world, strategy, task_of(job), PreparedData.open(paths))
-    _refuse_smoothing(job, training, run.task, run.prepared)
+    _refuse_smoothing(training, run.task, run.prepared)
     return run
 
 
@@ -481,7 +481,7 @@ def training_of(job: TrainerJob) -> Training:
     return job.training
 
 
-def _refuse_smoothing(job: TrainerJob, training: Training, task: TaskModule, prepared: PreparedData) -> None:
+def _refuse_smoothing(training: Training, task: TaskModule, prepared: PreparedData) -> None:
     """Raise StageError CONFIG for a setting that has no effect on the task's loss."""
     if training.label_smoothing and prepared.facts.label_form not in task.smooths_labels:
         raise StageError(
