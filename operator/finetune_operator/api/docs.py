@@ -36,7 +36,8 @@ def api_reference() -> str:
         "",
         "## Not supported yet",
         "",
-        "`finetune validate` refuses these fields with reason `NotYetSupported`, except for the supported values.",
+        "`finetune validate`, with reason `NotYetSupported`, and the API server refuse these fields except for the "
+        "supported values.",
         "",
         "| Field | Supported values |",
         "|---|---|",
