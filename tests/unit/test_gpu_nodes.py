@@ -371,5 +371,5 @@ def test_products_of_machine_types_are_in_the_table_of_gpus() -> None:
         ("Standard_NC80adis_H100_v5", 2), ("a2-ultragpu-2g", 2), ("g2-standard-24", 2), ("m5.large", None),
     ],
 )  # fmt: skip
-def test_machine_type_tells_the_number_of_its_gpus(machine_type: str, gpus: int | None) -> None:
+def test_machine_type_has_a_known_number_of_gpus(machine_type: str, gpus: int | None) -> None:
     assert machine_types.gpus_of(machine_type) == gpus
