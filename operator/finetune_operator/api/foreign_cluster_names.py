@@ -325,6 +325,13 @@ CLUSTER_NAMES: tuple[ForeignName, ...] = (
         under=("endpoint",),
     ),
     ForeignName(
+        ("max_lora_rank", "max_rank"), EVERYBODY, "spec.endpoint.maxAdapterRank", under=("endpoint",),
+    ),
+    ForeignName(
+        ("gpu_memory_utilization", "max_model_len", "tensor_parallel_size", "max_loras"), EVERYBODY, None,
+        "leave it out: the operator sets the options of vLLM's servers", under=("endpoint",),
+    ),
+    ForeignName(
         ("timeout", "latency", "max_latency", "max_batch_delay"), EVERYBODY, "spec.endpoint.maxLatencyMilliseconds",
         "in milliseconds", under=("endpoint",),
     ),

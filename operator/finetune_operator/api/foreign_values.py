@@ -209,9 +209,11 @@ VALUES: tuple[ForeignValue, ...] = (
     ForeignValue("spec.resources.network", ("nccl", "any"), KUBERNETES, {"spec.resources.network": "auto"}),
     ForeignValue("spec.predict.format", ("csv", "json", "ndjson", "jsonlines", "json-lines", "tsv"), HF,
                  {"spec.predict.format": "jsonl"}, "predictions are JSON Lines or Parquet"),
+    ForeignValue("spec.endpoint.runtime", ("vllm",), KUBERNETES,
+                 {"spec.endpoint.runtime": "auto", "spec.endpoint.optimization": "vllm"}),
     ForeignValue(
         "spec.endpoint.runtime",
-        ("vllm", "tgi", "triton", "torchserve", "sglang", "ollama", "text-generation-inference"),
+        ("tgi", "triton", "torchserve", "sglang", "ollama", "text-generation-inference"),
         KUBERNETES, {"spec.endpoint.runtime": "auto"}, "the operator's own server answers requests",
     ),
     ForeignValue("spec.endpoint.runtime", ("kubernetes", "k8s", "pods"), KUBERNETES,
