@@ -671,7 +671,6 @@ _NAMED = re.compile(rf"(?<![\w./-])(?:spec\.)?((?:{_TOP})(?:\.[A-Za-z]\w*)+)")
 _ROOTS = (Path(finetune_trainer.__path__[0]), Path(finetune_contract.__path__[0]), Path(finetune_operator.__path__[0]))
 NO_FIELDS = {
     "spot.nodes": "a key of the operator's settings",
-    "resources.elastic.minNodes": "a field of a block that is refused as a whole",
     "model.generate": "code of a model card",
     "model.tokenizer.mask_token": "code of a model card",
     "task.percentage": "the form of a progress bar",
