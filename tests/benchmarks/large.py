@@ -229,7 +229,11 @@ def shown(name: str, arm: Arm, operations: float, most: float, base: Arm | None)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="gpt2-xl")
-    parser.add_argument("--data", type=Path, default=Path("../shared/data/lm/wikitext2_train.txt"))
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path(os.environ.get("FINETUNE_TEST_SHARED", "../shared")) / "data/lm/wikitext2_train.txt",
+    )
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=8, help="rows of a step")
     parser.add_argument("--micro", type=int, default=4, help="rows of a forward pass of a process")

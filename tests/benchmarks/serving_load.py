@@ -280,7 +280,9 @@ if __name__ == "__main__":
         part(*sys.argv[2:])
     else:
         parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-        parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+        parser.add_argument(
+            "--data", type=Path, default=Path(os.environ.get("FINETUNE_TEST_SHARED", "../shared")) / "data"
+        )
         parser.add_argument("--seconds", type=float, default=20.0, help="of each rate")
         parser.add_argument("--rates", type=float, nargs="+", default=[10.0], help="first rates; then by a fifth more")
         parser.add_argument("--bound", type=float, default=0.1, help="seconds that 99 of 100 requests may take")

@@ -251,7 +251,9 @@ def tenths(losses: Sequence[float]) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data/rotten_tomatoes"))
+    parser.add_argument(
+        "--data", type=Path, default=Path(os.environ.get("FINETUNE_TEST_SHARED", "../shared")) / "data/rotten_tomatoes"
+    )
     parser.add_argument("--steps", type=int, default=120, help="of one run, the first ten not timed")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workspace", type=Path, default=Path("runs/benchmark-train"))

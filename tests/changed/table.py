@@ -112,7 +112,7 @@ TABLE = Table(
         Link((f"{OPERATOR}/cli/ui/ui_server.py",), (f"{OPERATOR}/cli/ui/static/*",), "sends"),
         Link((f"{CONTRACT}/plans.py",), (f"{CONTRACT}/tensor_families.json",), "reads"),
         Link((f"{CONTRACT}/arguments.py",), (f"{CONTRACT}/training_arguments.json",), "reads"),
-        Link((f"{TRAINER}/reporting.py",), (f"{TRAINER}/templates/*",), "fills in"),
+        Link((f"{TRAINER}/model_card.py",), (f"{TRAINER}/templates/*",), "fills in"),
         Link(("tests/e2e/local/test_readme.py", "tests/first_run.py"), ("manifests/examples/*",), "runs"),
         Link(("tests/e2e/local/test_readme.py",), ("docs/*",), "lists"),
         Link(("tests/unit/test_docs_guides.py",), ("docs/*", "CONTRIBUTING.md"), "compares with the code"),

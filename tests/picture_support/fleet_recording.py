@@ -31,8 +31,8 @@ from cluster_support.world import World, condition, install_kinds
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import FailureReport, Progress
+from finetune_operator.api.machine_types import NVIDIA_LABEL as PRODUCT_LABEL
 from finetune_operator.api.types import API_VERSION, PLURAL
-from finetune_operator.planning.gpu_table import NVIDIA_LABEL as PRODUCT_LABEL
 from finetune_operator.rendering.render_types import ATTEMPT_LABEL, JOB_LABEL, STAGE_LABEL
 from finetune_trainer.progress import kubeflow_update
 from monitoring import names, state, state_config

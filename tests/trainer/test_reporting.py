@@ -20,13 +20,13 @@ from finetune_contract.plan_check import MeasuredTraining, PlannedTraining, chec
 from finetune_contract.report import TrainerReport
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError
+from finetune_trainer.model_card import write_model_card
 from finetune_trainer.reporting import (
     CONFUSION_FILE,
     SAMPLES_FILE,
     merge_metrics,
     write_confusion,
     write_environment,
-    write_model_card,
     write_report,
     write_samples,
 )

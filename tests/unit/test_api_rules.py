@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from finetune_operator.api.rules import RULES
-from finetune_operator.api.rules.data import COLUMN_TASKS
+from finetune_operator.api.rules.column_rules import COLUMN_TASKS
 from finetune_operator.api.rules.processes import certain_ranks, nearest_multiples
 from finetune_operator.api.shapes import find, spec_shape
 from finetune_operator.api.types import FineTuneJobSpec

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from finetune_contract.choices import Stage
 from finetune_operator.cli import hub_reach, local_run
+from finetune_operator.cli.local_request import RunRequest, RunResult
 from finetune_operator.cli.main import app
 
 JOB = """\
@@ -72,8 +73,8 @@ def test_message_about_hardware_leads_to_a_valid_value(hardware: str, mended: st
 def test_resume_command_has_all_options_of_the_interrupted_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "settings.yaml").write_text("schemes: [file, hf]\n")
 
-    def interrupted(request: local_run.RunRequest) -> local_run.RunResult:
-        return local_run.RunResult(local_run.planned_run(request)[0], interrupted=Stage.PREPARE, exit_code=130)
+    def interrupted(request: RunRequest) -> RunResult:
+        return RunResult(local_run.planned_run(request)[0], interrupted=Stage.PREPARE, exit_code=130)
 
     monkeypatch.setattr(local_run, "run", interrupted)
     options = ["--workspace", "results", "--settings", "settings.yaml", "--no-measure", "--stage", "prepare"]

@@ -9,7 +9,7 @@ import pytest
 
 from finetune_contract.choices import Task
 from finetune_operator.api.rules import RULES
-from finetune_operator.api.rules.data import COLUMN_TASKS
+from finetune_operator.api.rules.column_rules import COLUMN_TASKS
 from finetune_operator.cli.checking import data_question
 from finetune_trainer.data.prepare import parts_of, predict_part
 from finetune_trainer.failures import StageError

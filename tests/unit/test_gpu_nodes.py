@@ -8,10 +8,11 @@ import pytest
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DeviceFacts
+from finetune_operator.api import machine_types
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.settings_check import check_settings
 from finetune_operator.planning.cost import find_price
-from finetune_operator.planning.devices import find_gpu, link_bytes, product_labels
+from finetune_operator.planning.devices import GPU_MODELS, find_gpu, link_bytes, product_labels
 from finetune_operator.planning.gpu_nodes import Node, facts_of_nodes, read_node
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan
@@ -357,3 +358,18 @@ def test_a_name_that_leaves_variants_open_means_all_of_them():
     assert {"NVIDIA-A100-SXM4-40GB", "NVIDIA-A100-SXM4-80GB"} <= set(values)
     assert "NVIDIA-A100-80GB-PCIe" not in values
     assert product_labels("A100-PCIe-80GB")[PRODUCT] == ("NVIDIA-A100-80GB-PCIe",)
+
+
+def test_products_of_machine_types_are_in_the_table_of_gpus() -> None:
+    assert {*machine_types.SELECTED_BY_TYPE} <= {gpu.name for gpu in GPU_MODELS}
+
+
+@pytest.mark.parametrize(
+    ("machine_type", "gpus"),
+    [
+        ("g5.xlarge", 1), ("g6e.12xlarge", 4), ("p4d.24xlarge", 8), ("Standard_NC64as_T4_v3", 4),
+        ("Standard_NC80adis_H100_v5", 2), ("a2-ultragpu-2g", 2), ("g2-standard-24", 2), ("m5.large", None),
+    ],
+)  # fmt: skip
+def test_machine_type_has_a_known_number_of_gpus(machine_type: str, gpus: int | None) -> None:
+    assert machine_types.gpus_of(machine_type) == gpus

@@ -21,11 +21,13 @@ import finetune_operator
 import finetune_trainer
 from finetune_operator.api import deepspeed_overrides, field_faults, foreign_files, support, template, validation
 from finetune_operator.api.field_names import plain
-from finetune_operator.api.foreign_names import NAMES, VALUES, ForeignName, ForeignValue, find_name, find_value
+from finetune_operator.api.foreign_names import NAMES, find_name, find_value
+from finetune_operator.api.foreign_rows import ForeignName, ForeignValue
+from finetune_operator.api.foreign_values import VALUES
 from finetune_operator.api.meant_uris import as_uri
 from finetune_operator.api.problems import Problem, format_path
 from finetune_operator.api.rules import RULES
-from finetune_operator.api.rules.data import COLUMN_TASKS
+from finetune_operator.api.rules.column_rules import COLUMN_TASKS
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
 from finetune_operator.api.shapes import Fields, accepts, find, leaves, spec_shape
 from finetune_operator.api.support import works
@@ -669,7 +671,6 @@ _NAMED = re.compile(rf"(?<![\w./-])(?:spec\.)?((?:{_TOP})(?:\.[A-Za-z]\w*)+)")
 _ROOTS = (Path(finetune_trainer.__path__[0]), Path(finetune_contract.__path__[0]), Path(finetune_operator.__path__[0]))
 NO_FIELDS = {
     "spot.nodes": "a key of the operator's settings",
-    "resources.elastic.minNodes": "a field of a block that is refused as a whole",
     "model.generate": "code of a model card",
     "model.tokenizer.mask_token": "code of a model card",
     "task.percentage": "the form of a progress bar",

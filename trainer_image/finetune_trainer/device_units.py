@@ -1,16 +1,25 @@
-"""Number formats that the units of a GPU multiply in, by its compute capability, or on AMD by its architecture.
+"""Types of torch by precision, and number formats that the units of a GPU multiply in, by its compute capability, or on
+AMD by its architecture.
 
 HIP reports a compute capability too, which shows neither: it is 9.0 for an MI250, which has no units for fp8.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from finetune_contract.choices import Precision
 from finetune_contract.facts import BF16_FROM, FP8_FROM, TF32_FROM
 
+TORCH_TYPES: Mapping[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""Type in which layers compute at a precision; fp8 has layers of its own (`float8`)."""
 _AMD_BF16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 """Prefixes of AMD's architectures with units for bf16: MI100 and later, RDNA 3 and later."""
 _AMD_FP8 = ("gfx94", "gfx95", "gfx12")

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune_contract.choices import Precision
 from finetune_contract.layout import FailureClass
+from finetune_trainer.device_units import TORCH_TYPES
 from finetune_trainer.failures import StageError
 from finetune_trainer.layer_weights import outputs_by_inputs
 
@@ -29,11 +30,6 @@ T5 without a check: bytes would round them to whole numbers. FSDP casts what it 
 unless it has this type already, so there it is the storage type (bitsandbytes' `bnb_4bit_quant_storage`).
 """
 _STORED_TOGETHER = 8
-_COMPUTED_IN: dict[Precision, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 
 class FourBitLinear(bnb.nn.Linear4bit):  # type: ignore[misc]  # mypy skips the library
@@ -103,7 +99,7 @@ def hold(model: nn.Module, names: Sequence[str], precision: Precision, *, divide
                 f"{_STORED_TOGETHER}.",
                 "Set model.adapter.method to lora.",
             )
-        computed_in = _COMPUTED_IN[precision]
+        computed_in = TORCH_TYPES[precision]
         model.set_submodule(name, FourBitLinear(layer, computed_in, computed_in if divided else _STORED_AS))
     cast(Any, model).is_loaded_in_4bit = True  # peft reads it
 
@@ -111,11 +107,6 @@ def hold(model: nn.Module, names: Sequence[str], precision: Precision, *, divide
 def odd_weights(layer: nn.Module) -> bool:
     """Return whether the number of a layer's weights keeps them from being packed."""
     return cast(torch.Tensor, layer.weight).numel() % _STORED_TOGETHER != 0
-
-
-def computing_dtype(precision: Precision) -> torch.dtype:
-    """Return the type in which layers compute with the dequantized weights."""
-    return _COMPUTED_IN[precision]
 
 
 def is_held(layer: nn.Module, precision: Precision) -> bool:
@@ -128,7 +119,7 @@ def is_held(layer: nn.Module, precision: Precision) -> bool:
         and (state.quant_type, state.nested, state.blocksize) == ("nf4", True, 64)
         and not layer.weight.requires_grad
         and bits == 4 * layer.in_features * layer.out_features
-        and layer.compute_dtype == state.dtype == _COMPUTED_IN[precision]
+        and layer.compute_dtype == state.dtype == TORCH_TYPES[precision]
     )
 
 

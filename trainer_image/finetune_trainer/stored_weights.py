@@ -20,9 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from finetune_contract.choices import Precision
-
-_COMPUTED_IN: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Type to which autocast converts the weights of linear layers."""
+from finetune_trainer.device_units import TORCH_TYPES
 
 
 def as_stored(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
@@ -89,7 +87,7 @@ def narrow_weights(model: nn.Module, precision: Precision) -> dict[int, torch.dt
     These are the weights of linear layers. Embeddings and norms are computed in fp32, also those whose weight a linear
     layer shares, and so is the norm of each column that DoRA takes of its layers' weights.
     """
-    computed_in = _COMPUTED_IN.get(precision)
+    computed_in = TORCH_TYPES.get(precision, torch.float32)
     mine: set[int] = set()
     others: set[int] = set()
     for module in model.modules():
@@ -99,4 +97,4 @@ def narrow_weights(model: nn.Module, precision: Precision) -> dict[int, torch.dt
             whole = parameter.is_floating_point() and getattr(parameter, "quant_state", None) is None
             linear = isinstance(module, nn.Linear | Conv1D) and name == "weight" and whole
             (mine if linear and not parameter.requires_grad else others).add(id(parameter))
-    return {} if computed_in is None else dict.fromkeys(mine - others, computed_in)
+    return {} if computed_in is torch.float32 else dict.fromkeys(mine - others, computed_in)

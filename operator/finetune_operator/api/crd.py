@@ -36,6 +36,7 @@ from finetune_operator.api.shapes import (
     spec_shape,
     status_shape,
 )
+from finetune_operator.api.support import admission_rules
 from finetune_operator.api.syntax import DNS_LABEL_RULE, LABEL_VALUE_PATTERN, MAX_NAME, NAME_PATTERN
 from finetune_operator.api.template import (
     CODE_ENV,
@@ -172,7 +173,8 @@ def _root() -> Schema:
             "pattern": LABEL_VALUE_PATTERN,
             "maxLength": 63,
         }
-    spec["x-kubernetes-validations"] = [_validation(rule) for rule in RULES if rule.cel is not None]
+    rules = [_validation(rule) for rule in RULES if rule.cel is not None]
+    spec["x-kubernetes-validations"] = [*rules, *map(dict, admission_rules())]
     return {
         "type": "object",
         "description": "Fine-tunes, evaluates and serves a Hugging Face model.",

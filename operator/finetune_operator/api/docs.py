@@ -10,7 +10,9 @@ from collections.abc import Iterable, Iterator
 
 from finetune_contract.arguments import FREE, OWNED_BY_PLAN, known_arguments
 from finetune_operator.api.copied import ARGUMENTS, COPIED, SAME, Copied
-from finetune_operator.api.foreign_names import NAMES, VALUES, ForeignName, ForeignValue
+from finetune_operator.api.foreign_names import NAMES
+from finetune_operator.api.foreign_rows import ForeignName, ForeignValue
+from finetune_operator.api.foreign_values import VALUES
 from finetune_operator.api.meant_values import scalar_text
 from finetune_operator.api.rules import RULES
 from finetune_operator.api.settings import Settings
@@ -34,7 +36,8 @@ def api_reference() -> str:
         "",
         "## Not supported yet",
         "",
-        "`finetune validate` refuses these fields with reason `NotYetSupported`, except for the supported values.",
+        "`finetune validate`, with reason `NotYetSupported`, and the API server refuse these fields except for the "
+        "supported values.",
         "",
         "| Field | Supported values |",
         "|---|---|",

@@ -16,7 +16,7 @@ from pydantic import JsonValue, ValidationError
 from finetune_operator.api.field_values import Model, Path, Read, read_json, value_at
 from finetune_operator.api.foreign_names import find_value
 from finetune_operator.api.hint_parts import Around
-from finetune_operator.api.hints import missing, wrong_value
+from finetune_operator.api.hints import wrong_value
 from finetune_operator.api.meant_columns import meant_task
 from finetune_operator.api.meant_uris import is_uri
 from finetune_operator.api.meant_values import named_settings, plain_meaning
@@ -24,6 +24,7 @@ from finetune_operator.api.mounted_claims import in_claim, on_claim
 from finetune_operator.api.name_hints import NameHint, unknown_name
 from finetune_operator.api.problems import MOST_PROBLEMS, PathPart, Problem, Reason, describe_value, format_path
 from finetune_operator.api.shapes import Fields, Items, Map, Shape, accepts, find
+from finetune_operator.api.value_hints import missing
 
 _DEEPEST = 16
 """Maximum passes over one object; each removes at least one level of nesting, and no model has that many."""

@@ -12,7 +12,8 @@ from pydantic import JsonValue
 
 from finetune_contract.arguments import known_arguments
 from finetune_operator.api.field_names import DOCUMENT, spec_fields
-from finetune_operator.api.foreign_names import AXOLOTL, DEEPSPEED, FACTORY, HF, find_name, find_value, written
+from finetune_operator.api.foreign_names import find_name, find_value, written
+from finetune_operator.api.foreign_rows import AXOLOTL, DEEPSPEED, FACTORY, HF
 from finetune_operator.api.hint_parts import rows_of_a_step, shown_value
 from finetune_operator.api.hints import accepted_field_value, accepted_value, named_inside
 from finetune_operator.api.meant_uris import as_uri, on_hub

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pydantic import JsonValue
 
 from finetune_operator.api.field_names import plain
-from finetune_operator.api.foreign_names import ForeignValue, find_name
+from finetune_operator.api.foreign_names import find_name
+from finetune_operator.api.foreign_rows import ForeignValue
 from finetune_operator.api.meant_uris import CLAIM, as_uri, on_hub
 from finetune_operator.api.problems import describe_value, is_secret_name, presentable
 from finetune_operator.api.shapes import (

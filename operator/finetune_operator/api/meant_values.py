@@ -7,49 +7,29 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 
 import yaml
 from pydantic import JsonValue
 
 from finetune_operator.api.field_names import plain
 from finetune_operator.api.foreign_names import find_value
+from finetune_operator.api.meant_numbers import (
+    DURATION,
+    EVERY,
+    MINUS,
+    Shown,
+    number_hint,
+    numbers_of,
+    range_ends,
+    range_hint,
+    seconds_of,
+)
 from finetune_operator.api.problems import CUT, HIDDEN, holds_secret, is_secret_name
 from finetune_operator.api.shapes import Boolean, Fields, Items, Map, Number, Shape, Text, accepts
 
-_MINUS = re.compile("[\u2010-\u2015\u2212]")
-"""Hyphens and dashes that word processors write for a minus sign."""
-_QUOTES = "\u201c\u201d\u201e\u2018\u2019\"'"
-"""Quotes of word processors, and quotes inside quotes."""
 _EQUALS = re.compile(r"([A-Za-z]\w*)\s*=\s*([^\s,;=]+)")
-_PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:%|percent|per cent)")
-_BOUND = re.compile(r"[<>]=?\s*(.+)")
-_MULTIPLE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kKmM])")
-_A_NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?"
-_NUMBER = re.compile(r"[-+]?[0-9.]+(?:e[-+]?[0-9]+)?", re.IGNORECASE)
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)", re.IGNORECASE)
-_POWER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*[*x\u00d7]\s*10\s*(?:\^|\*\*)\s*\(?(-?[0-9]+)\)?")
-"""Power of ten as in a paper: `2*10^-5`."""
-_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-_GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
-_COMMA = re.compile(r"[0-9]+,[0-9]+")
-_COUNTED = re.compile(
-    r"(?P<number>[0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)\s*(?:x\s*)?"
-    r"(?:x|tokens?|epochs?|ep|steps?|rows?|examples?|samples?|sequences?|gpus?|nodes?|machines?|pods?|workers?|replicas?|"
-    r"process(?:es)?|layers?|stages?|beams?|checkpoints?|times|restarts?|retries|bits?)",
-    re.IGNORECASE,
-)
-"""Number with the unit that the field has anyway: `512 tokens`."""
-_LETTER_NUMBER = re.compile(r"[A-Za-z]{1,2}[ =:]?([0-9]+(?:\.[0-9]+)?)")
-"""Number behind the letter of a formula: `r16`."""
-_ABOUT = re.compile(
-    r"(?:about|around|approx\.?|last|max(?:imum)?|min(?:imum)?|at most|at least|up to|exactly|the last|~)\s*"
-    r"([0-9]+(?:\.[0-9]+)?)",
-    re.IGNORECASE,
-)
-"""Number behind a word that the field implies: `last 3`."""
 _COMPARED = re.compile(
     r"(?P<metric>[A-Za-z][\w/ +-]*?)\s*(?P<sign>>=|<=|=>|=<|==?|>|<|:|\u2265|\u2264)\s*"
     r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<percent>%?)"
@@ -70,18 +50,6 @@ _ROLES: Mapping[str, str] = {
 }
 """Name of a split -> its role."""
 _COUNT_OF = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s+([A-Za-z]+)")
-_SECONDS: Mapping[str, int] = {
-    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1),
-    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), 60),
-    **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), 3600),
-    **dict.fromkeys(("d", "day", "days"), 86400),
-}
-_EVERY = re.compile(r"(?:once\s+)?(?:(?:every|each|per|an?|one)\s+)+")
-"""Begin of a period, whose number may be missing: `every hour`, `once per day`."""
-_PERIOD = re.compile(r"(?P<half>half\s+(?:an?\s+)?)?(?P<number>[0-9]+(?:\.[0-9]+)?)?\s*(?P<unit>[a-z]+)")
-_ADVERBS: Mapping[str, str] = {"hourly": "1 h", "daily": "1 d", "nightly": "1 d", "weekly": "7 d"}
-_RANGE = re.compile(rf"({_A_NUMBER})\s*(?:-|\u2013|\.\.+|to|or|until)\s*({_A_NUMBER})")
-"""Range in place of a number: `1-4`, `1e-5 to 5e-5`."""
 _SEEDS = ("random", "none", "null", "auto", "time", "any", "true", "false", "default")
 _NAMED_VALUE = re.compile(r"(?:write|did you mean) (\{[^{}]*\}|\[[^\[\]]*\]|\"[^\"]*\"|[\w.:/+-]*[\w/])(?=$|[,;?])")
 """Start of a hint that names one value: text after a comma is another form of the same."""
@@ -98,9 +66,6 @@ _KINDS = ("type", "name", "mode", "kind", "method", "scheduler_type")
 NAMING = ("field", "name", "column", "uri", "path")
 """Fields of an object with the text that a field here expects by itself."""
 
-Shown = Callable[[JsonValue, str], str]
-"""Function that writes a value for the field of that name, without secrets."""
-
 
 def form_hint(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | None:
     """Return the hint for a value at the dotted `path` with a wrong form and a plain meaning; None: it has none."""
@@ -115,9 +80,9 @@ def form_hint(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | 
         case Number(), _ if leaf == "seed" and not isinstance(value, list) and plain(str(value)) in _SEEDS:
             return "write 42, or another number of your choice: runs with the same seed are equal"
         case Number(), str():
-            return _number(shape, leaf, value, shown) or _one_of_range(shape, path, _ends(value))
+            return number_hint(shape, leaf, value, shown) or range_hint(shape, path, range_ends(value))
         case Number(), dict():
-            return _one_of_range(shape, path, _ends(value))
+            return range_hint(shape, path, range_ends(value))
         case Number(), [first, *_] if leaf != "nodes" and accepts(shape, first):
             return f"write {shown(first, leaf)}, without the list: a job has one value here, so write a job for each"
         case Number(integer=True, minimum=minimum), -1 if minimum is not None and minimum >= 0 and not shape.required:
@@ -126,7 +91,7 @@ def form_hint(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | 
             return f"write {minimum:.0f}" + ("" if shape.required else ", or leave it out")
         case Boolean(), str() if value.lower() in _BOOLEAN_TEXTS:
             return write(_BOOLEAN_TEXTS[value.lower()])
-        case Boolean(), str() if _DURATION.search(value):
+        case Boolean(), str() if DURATION.search(value):
             return "write true; the duration is not a field of a job"
         case Boolean(), _:
             return "write true or false"
@@ -265,7 +230,7 @@ def _flags(words: list[JsonValue]) -> dict[str, JsonValue] | None:
 
 def _scalar(text: str) -> JsonValue:
     """Return the number in a text; else the text."""
-    return next(_whole(text), text)
+    return next(numbers_of(text), text)
 
 
 def _gpus(value: str, leaf: str) -> str | None:
@@ -304,7 +269,7 @@ def named_settings(hint: str) -> Mapping[str, JsonValue]:
             value: JsonValue = yaml.safe_load(text)
         except yaml.YAMLError:
             continue
-        values.setdefault(field, next(_whole(value), value) if isinstance(value, str) else value)
+        values.setdefault(field, next(numbers_of(value), value) if isinstance(value, str) else value)
     return values
 
 
@@ -334,7 +299,7 @@ def plain_meaning(shape: Shape, value: JsonValue, hint: str) -> JsonValue:
     if HIDDEN in hint or CUT in hint:
         return None
     if hint == "remove the quotes" and isinstance(value, str):
-        return next((number for number in _whole(_MINUS.sub("-", value.strip())) if accepts(shape, number)), None)
+        return next((number for number in numbers_of(MINUS.sub("-", value.strip())) if accepts(shape, number)), None)
     named = _NAMED_VALUE.match(hint)
     if named is None:
         return None
@@ -342,7 +307,7 @@ def plain_meaning(shape: Shape, value: JsonValue, hint: str) -> JsonValue:
         intended: JsonValue = yaml.safe_load(named[1])
     except yaml.YAMLError:
         return None
-    readings = (named[1], intended, *(_whole(named[1]) if isinstance(intended, str) else ()))
+    readings = (named[1], intended, *(numbers_of(named[1]) if isinstance(intended, str) else ()))
     return next((each for each in readings if _takes(shape, each)), None)
 
 
@@ -366,107 +331,14 @@ def _takes(shape: Shape, value: JsonValue) -> bool:
     return not missing and all(name in fields and _takes(fields[name], inner) for name, inner in value.items())
 
 
-def _number(shape: Shape, leaf: str, value: str, shown: Shown) -> str | None:
-    text = _MINUS.sub("-", value.strip().strip(_QUOTES).rstrip(",;"))
-    bound = shape.body if isinstance(shape.body, Number) else None
-    if bound and bound.minimum == 0 and not bound.exclusive_minimum and text.lower() in ("none", "never", "no", "off"):
-        return "write 0"
-    for intended in _numbers(text, leaf):
-        if accepts(shape, intended):
-            return (
-                "remove the quotes" if text == value and _NUMBER.fullmatch(text) else f"write {shown(intended, leaf)}"
-            )
-    if plain(text) in ("auto", "all", "default", "none", "max", "unlimited") and not shape.required:
-        return "leave it out to take the default"
-    return None
-
-
-def _ends(value: JsonValue) -> tuple[str, str] | None:
-    """Return both ends of a range, written as text or as an object with a minimum and a maximum; None: it is none."""
-    if isinstance(value, str):
-        found = _RANGE.fullmatch(value.strip().lower())
-        return None if found is None else (found[1], found[2])
-    given = {plain(name): each for name, each in value.items()} if isinstance(value, dict) else {}
-    least = next((given[name] for name in ("min", "minimum", "from", "low", "start") if name in given), None)
-    most = next((given[name] for name in ("max", "maximum", "to", "high", "end") if name in given), None)
-    return None if least is None or most is None else (str(least), str(most))
-
-
-def _one_of_range(shape: Shape, path: str, ends: tuple[str, str] | None) -> str | None:
-    """Return the hint for a range in place of one number; None: the field accepts no end of it."""
-    for least in () if ends is None else _whole(ends[0]):
-        most = next(_whole(str(ends and ends[1])), None)
-        if not accepts(shape, least) or most is None or not accepts(shape, most):
-            continue
-        if path == "spec.endpoint.replicas":
-            return f"set {path} to {least} and spec.endpoint.maxReplicas to {most}"
-        return f"write {least:g}, or another number up to {most:g}: a range is not supported here"
-    return None
-
-
-def _seconds(text: str) -> float | None:
-    """Return the seconds of a duration or a period: `90m`, `every 2 hours`, `hourly`; None: it is neither."""
-    words = text.strip().lower()
-    rest = _EVERY.sub("", _ADVERBS.get(words, words), count=1)
-    found = _PERIOD.fullmatch(rest)
-    if found is None or found["unit"] not in _SECONDS or (found["number"] is None and len(found["unit"]) < _UNIT_WORD):
-        return None
-    return float(found["number"] or 1) * _SECONDS[found["unit"]] / (2 if found["half"] else 1)
-
-
-_UNIT_WORD = 3
-"""Least letters of a unit that has no number before it."""
-
-
-def _numbers(text: str, leaf: str) -> Iterator[float | int]:
-    if _NUMBER.fullmatch(text):
-        yield from _whole(text)
-    if found := _BOUND.fullmatch(text):
-        yield from _numbers(found[1], leaf)
-    if text.lower() in _NUMBERS:
-        yield _NUMBERS.index(text.lower())
-    if found := _PERCENT.fullmatch(text):
-        yield float(found[1]) / 100
-    if found := _POWER.fullmatch(text):
-        yield from _whole(f"{found[1]}e{found[2]}")
-    if _GROUPED.fullmatch(text):
-        yield int(text.replace(",", ""))
-    if _COMMA.fullmatch(text):
-        yield from _whole(text.replace(",", "."))
-    if "Seconds" not in leaf and (found := _COUNTED.fullmatch(text)):
-        yield from _whole(found["number"])
-    if "Seconds" not in leaf and (found := _ABOUT.fullmatch(text)):
-        yield from _whole(found[1])
-    if found := _LETTER_NUMBER.fullmatch(text):
-        yield from _whole(found[1])
-    if leaf.endswith("Milliseconds") and (found := _DURATION.fullmatch(text)):
-        unit = found[2].lower()
-        yield round(float(found[1]) * (1 if unit.startswith(("ms", "milli")) else 1000 * _SECONDS.get(unit, 0)))
-    elif "Seconds" in leaf and (seconds := _seconds(text)) is not None:
-        yield round(seconds)
-    elif found := _MULTIPLE.fullmatch(text):
-        yield round(float(found[1]) * (1000 if found[2] in "kK" else 1_000_000))
-
-
-def _whole(text: str) -> Iterator[float | int]:
-    try:
-        number = float(text)
-    except ValueError:
-        return
-    if number.is_integer():
-        yield int(number)
-    if math.isfinite(number):
-        yield number
-
-
 def _object(fields: Mapping[str, Shape], value: str, leaf: str, shown: Shown) -> str | None:
     """Return the hint for text in place of an object: the object's field that the text belongs to."""
-    if (found := _COUNT_OF.fullmatch(_EVERY.sub("", value.strip(), count=1))) is not None:
-        for number in _whole(found[1]):
+    if (found := _COUNT_OF.fullmatch(EVERY.sub("", value.strip(), count=1))) is not None:
+        for number in numbers_of(found[1]):
             named = next((name for name, inner in fields.items() if plain(name) == plain(found[2])), None)
             if named is not None and accepts(fields[named], number):
                 return f"write {{{named}: {shown(number, named)}}}"
-    if "minutes" in fields and (seconds := _seconds(value)) is not None:
+    if "minutes" in fields and (seconds := seconds_of(value)) is not None:
         return f"write {{minutes: {max(1, round(seconds / 60))}}}"
     if set(fields) == {"name", "key"}:
         name = value if _SECRET_NAME.fullmatch(value) and not is_secret_name(leaf) else "my-secret"

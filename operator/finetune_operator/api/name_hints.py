@@ -15,14 +15,8 @@ from pydantic import JsonValue
 
 from finetune_operator.api.deepspeed_keys import KNOWN_KEYS
 from finetune_operator.api.field_names import plain
-from finetune_operator.api.foreign_names import (
-    ALWAYS_EVALUATED,
-    DEFAULT_EVALUATION,
-    ForeignName,
-    find_name,
-    find_value,
-    written,
-)
+from finetune_operator.api.foreign_names import find_name, find_value, written
+from finetune_operator.api.foreign_rows import ALWAYS_EVALUATED, DEFAULT_EVALUATION, ForeignName
 from finetune_operator.api.hint_parts import (
     GLOBAL_BATCH,
     MICRO_BATCH,
@@ -121,7 +115,7 @@ def _unknown_name(
         if row is not None and row.under:
             return _by_row(row, path, value, around)
         if parent == "columns" and "textPair" in names:
-            return _no_column(name, value, names, around)
+            return _no_column(name, names, around)
         places = places_elsewhere(name, path)
         fitting = tuple(place for place in places if could_hold(place, value))
         if fitting:
@@ -183,7 +177,7 @@ def _of_pods(path: Sequence[PathPart], value: JsonValue, names: Sequence[str]) -
     return "did you mean mountPath?" if plain(name) in ("path", "mountpath", "mount") and "mountPath" in names else ""
 
 
-def _no_column(name: str, value: JsonValue, names: Sequence[str], around: Around) -> str:
+def _no_column(name: str, names: Sequence[str], around: Around) -> str:
     """Return the hint for a column that no task reads, and for the name of a column of the data in our place."""
     near = difflib.get_close_matches(name, names, n=1, cutoff=_ALIKE)
     near = near or [known for known in names if known.lower() in words_of(name)]

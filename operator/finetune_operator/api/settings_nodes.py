@@ -4,6 +4,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, StringConstraints
 
+from finetune_operator.api.machine_types import PRODUCT_LABELS
 from finetune_operator.api.selector_types import Toleration
 from finetune_operator.api.types import (
     Count,
@@ -94,15 +95,6 @@ class HardwareRow(SpecModel):
     )
 
 
-NODE_LABELS = (
-    "nvidia.com/gpu.product",
-    "amd.com/gpu.product-name",
-    "cloud.google.com/gke-accelerator",
-    "karpenter.k8s.aws/instance-gpu-name",
-    "node.kubernetes.io/instance-type",
-)
-
-
 class Nodes(SpecModel):
     """Sources of the facts about the GPUs of nodes."""
 
@@ -113,7 +105,7 @@ class Nodes(SpecModel):
         "unless rbac.nodes is true.",
     )
     product_labels: Annotated[tuple[LabelKey, ...], Field(max_length=16)] = Field(
-        default=NODE_LABELS,
+        default=PRODUCT_LABELS,
         description="Labels with the GPU product of a node; the first with a known value decides. Defaults to those of"
         " GPU feature discovery, AMD's node labeller, GKE, Karpenter and cloud instance types.",
     )

@@ -1,99 +1,23 @@
-"""Parts of the API without behaviour: one row per field, deleted when the behaviour is implemented.
+"""Parts of the API without behaviour: fields marked `Supported` in the models.
 
-A field without behaviour is refused with reason `NotYetSupported` as soon as it is set to a value that would need it.
-Every leaf of the spec is either in `SUPPORTED` or has a row; a test compares the two lists with the models, so that a
-new field cannot be accepted and ignored.
+Such a field stays in the schema, and a value that would need the behaviour is refused with reason `NotYetSupported`,
+by the API server with the same sentence. A test finds fields that have no mark and that nothing reads.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from pydantic import JsonValue
+from pydantic import BaseModel, JsonValue
 
 from finetune_operator.api.problems import Problem, any_of, describe_value
-from finetune_operator.api.shapes import Fields, find, spec_shape
+from finetune_operator.api.shapes import Fields, Items, Shape, find, spec_shape
 from finetune_operator.api.types import FineTuneJobSpec, Scheme
-from finetune_operator.launchers.launcher_rows import TRAINING
-
-SUPPORTED: tuple[str, ...] = (
-    "task",
-    "model.revision",
-    "model.trustRemoteCode",
-    "model.adapter",
-    "dataset",
-    "preparation.engine",
-    "preparation.workers",
-    "preparation.maxLength",
-    "preparation.stride",
-    "preparation.packing",
-    "training.epochs",
-    "training.maxSteps",
-    "training.globalBatchSize",
-    "training.microBatchSize",
-    "training.learningRate",
-    "training.scheduler",
-    "training.warmupSteps",
-    "training.weightDecay",
-    "training.maxGradNorm",
-    "training.optimizer",
-    "training.seed",
-    "training.labelSmoothing",
-    "training.earlyStopping",
-    "training.precision",
-    "training.arguments",
-    "training.script",
-    "parallelism.strategy",
-    "parallelism.zeroStage",
-    "parallelism.sharding",
-    "parallelism.offload",
-    "parallelism.activationCheckpointing",
-    "parallelism.deepspeedConfig",
-    "parallelism.tensor",
-    "parallelism.pipeline",
-    "parallelism.sequence",
-    "parallelism.placement",
-    "resources.nodes",
-    "resources.gpusPerNode",
-    "resources.processesPerNode",
-    "resources.cpu",
-    "resources.memory",
-    "resources.sharedMemory",
-    "resources.accelerator",
-    "resources.network",
-    "storage",
-    "checkpoints.every",
-    "checkpoints.keep",
-    "checkpoints.onPreemption",
-    "checkpoints.resume",
-    "checkpoints.afterSuccess",
-    "checkpoints.signingKey",
-    "spot",
-    "evaluation",
-    "predict.dataset",
-    "predict.columns",
-    "predict.engine",
-    "predict.format",
-    "predict.idColumn",
-    "predict.maxBadRows",
-    "predict.metricTolerance",
-    "predict.optimization",
-    "predict.server",
-    "predict.tolerance",
-    "predict.workers",
-    "endpoint",
-    "generation",
-    "preference",
-    "secrets",
-    "template",
-    "image",
-    "imagePullPolicy",
-    "runPolicy",
-)
-"""Fields, or blocks of fields, with behaviour for all values; rows below may exclude single fields of a block."""
+from finetune_operator.api.types.field_types import Supported
 
 
 @dataclass(frozen=True)
@@ -123,23 +47,64 @@ class Row:
         return "leave it out"
 
 
-ROWS: tuple[Row, ...] = (
-    Row("model.uri", schemes=("hf", "file", "pkg", "pvc")),
-    Row("dataset.uri", schemes=("hf", "file", "pkg", "pvc")),
-    Row("resources.elastic"),
-    Row("launcher", values=("auto", *TRAINING)),
-    Row("storage.workspace", schemes=("pvc",)),
-    Row("storage.cache", schemes=("pvc",)),
-    Row("checkpoints.uri"),
-    Row("predict.dataset.uri", schemes=("hf", "file", "pkg", "pvc")),
-    Row("predict.output", schemes=("file", "pvc")),
-    Row("endpoint.adapters.uri", schemes=("file", "pvc")),
-    Row("runPolicy.queue"),
-)
+def _marked(model: type[BaseModel], above: str = "") -> Iterator[Row]:
+    """Yield the rows of the marked fields of a model and of those inside it, by their paths."""
+    for name, field in model.model_fields.items():
+        path = f"{above}{field.alias or name}"
+        yield from (Row(path, each.values, each.schemes) for each in field.metadata if isinstance(each, Supported))
+        for inner in _models(field.annotation):
+            yield from _marked(inner, f"{path}.")
 
 
+def _models(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)
+
+
+ROWS: tuple[Row, ...] = tuple(_marked(FineTuneJobSpec))
+"""In the order of the spec."""
+
+_RULE = "is not supported in this version"
 _POSITION = re.compile(r"\[\d+\]|\.\d+(?=\.|$)")
 """A position in a list, as messages and as paths have it."""
+
+
+def admission_rules() -> Iterator[Mapping[str, str]]:
+    """Yield the rules of the marked fields for the API server, in CEL on `spec`."""
+    for row in ROWS:
+        listed = next((at for at, part in _shapes_to(row.path) if isinstance(part.body, Items)), row.path)
+        yield {
+            "rule": _cel(spec_shape(), "self", row.path.split("."), row),
+            "message": f"{row.path} {_RULE}: {row.hint(row.schemes)}",
+            "fieldPath": f".{listed}",
+        }
+
+
+def _shapes_to(path: str) -> Iterator[tuple[str, Shape]]:
+    """Yield each prefix of the path up to the first list, with its shape."""
+    parts = path.split(".")
+    for length in range(1, len(parts) + 1):
+        if (shape := find(spec_shape(), parts[:length])) is not None:
+            yield ".".join(parts[:length]), shape
+
+
+def _cel(shape: Shape, expression: str, parts: Sequence[str], row: Row) -> str:
+    """Return CEL that is true if the field at `parts` below the value of `expression` is absent or supported."""
+    if not parts:
+        starts = [f"{expression}.startsWith('{scheme}://')" for scheme in row.schemes]
+        values = [f"{expression} == {json.dumps(value)}" for value in row.values]
+        return " || ".join((*starts, *values)) or "false"
+    if isinstance(shape.body, Items):
+        return f"{expression}.all(item, {_cel(shape.body.item, 'item', parts, row)})"
+    assert isinstance(shape.body, Fields)
+    name, *rest = parts
+    inner, field = shape.body.fields[name], f"{expression}.{name}"
+    holds = _cel(inner, field, rest, row)
+    if inner.required or inner.default not in (None, []):
+        return holds
+    return f"!has({field})" if holds == "false" else f"!has({field}) || ({holds})"
 
 
 def row_of(path: str) -> Row | None:
@@ -211,7 +176,7 @@ def _problems(row: Row, path: str, value: JsonValue, schemes: Sequence[str] | No
         Problem(
             f"spec.{path}",
             describe_value(value, path.split(".")),
-            "is not supported in this version",
+            _RULE,
             row.hint(served_schemes(row.path, schemes)),
             reason="NotYetSupported",
         )

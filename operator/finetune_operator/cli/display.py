@@ -23,9 +23,9 @@ NAME_WIDTH = max(len(stage) for stage in Stage)
 class Tail:
     """Reader of lines added to a file since the last call; an incomplete line waits."""
 
-    def __init__(self, file: Path, from_end: bool = False) -> None:
+    def __init__(self, file: Path) -> None:
         self._file = file
-        self._offset = file.stat().st_size if from_end and file.exists() else 0
+        self._offset = 0
         self._rest = b""
 
     def lines(self) -> list[str]:

@@ -55,6 +55,15 @@ class Inputs:
     """Notes on ignored documents, and on accepted jobs."""
 
 
+_NO_JOB = Problem(
+    "",
+    None,
+    f"there is no {KIND} in the input",
+    "name a file that holds one: apiVersion: finetune.dev/v1alpha1, kind: FineTuneJob, metadata: {name: my-job}, and "
+    "spec with task, model: {uri: hf://...}, dataset: {uri: hf://...} and training: {}",
+)
+
+
 def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> Inputs:
     """Return all FineTuneJobs in `names`, checked against `settings`.
 
@@ -103,19 +112,7 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
     if not entries and not problems and programs:
         return Inputs((), tuple(programs[:1]), ())
     if not entries and not problems:
-        problems.append(
-            (
-                "<stdin>" if names[0] == STDIN else names[0],
-                Problem(
-                    "",
-                    None,
-                    f"there is no {KIND} in the input",
-                    "name a file that holds one: apiVersion: finetune.dev/v1alpha1, kind: FineTuneJob, metadata: "
-                    "{name: my-job}, and spec with task, model: {uri: hf://...}, dataset: {uri: hf://...} and "
-                    "training: {}",
-                ),
-            )
-        )
+        problems.append(("<stdin>" if names[0] == STDIN else names[0], _NO_JOB))
     return Inputs(tuple(entries), tuple(problems), tuple(notes))
 
 

@@ -10,14 +10,12 @@ of the same job. A stage counts as done by its completion marker only, whatever 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +29,19 @@ from finetune_contract.layout import (
     FailureClass,
     JobPaths,
 )
-from finetune_operator.api.settings import Settings
-from finetune_operator.api.types import FailureStatus, FineTuneJob
+from finetune_operator.api.types import FineTuneJob
 from finetune_operator.cli import hub_reach
 from finetune_operator.cli.console import err, note, note_misfits
 from finetune_operator.cli.display import Display, Shown, Tail, latest
 from finetune_operator.cli.environment import trainer_environment, usable_cores
 from finetune_operator.cli.local_files import write_atomically
+from finetune_operator.cli.local_request import CannotRunError, RunRequest, RunResult
 from finetune_operator.cli.local_stage import Interrupts, StageProcess, failure_of, processes_of, stage_command
 from finetune_operator.cli.measure import TRAINER, Measured, free_part, measure, own_hardware, trainer_is_installed
+from finetune_operator.cli.stage_selection import check_hub, check_inputs, stages_to_redo, stages_to_run, uris_of
 from finetune_operator.cli.workspace import (
-    AFTER_TRAINING,
     FAILURE_FILE,
     LOCAL_STAGES,
-    changed_after_training,
-    check_same_job,
     finished,
     locked,
     move_earlier_results,
@@ -67,45 +63,6 @@ GRACE_SECONDS = DEFAULT_GRACE_SECONDS
 REPORT_SECONDS = 120
 
 
-@dataclass(frozen=True)
-class RunRequest:
-    """Request of the user."""
-
-    job: FineTuneJob
-    workspace: Path
-    settings: Settings
-    stages: tuple[Stage, ...] = ()
-    """Stages to run; empty: all."""
-    restart: bool = False
-    measure: bool = True
-    verbose: bool = False
-    report: bool = True
-    """True to write report.html after the last stage."""
-    command: str = ""
-    """Command that repeats the whole run; empty: the report derives it."""
-
-    @property
-    def paths(self) -> JobPaths:
-        return JobPaths.of(self.workspace, self.job.name)
-
-
-@dataclass
-class RunResult:
-    """Result of a run: success, a failure, or an interruption (`exit_code` 130, 143, 129)."""
-
-    plan: JobPlan
-    seconds: dict[Stage, float] = field(default_factory=dict)
-    """Wall-clock seconds by stage; those of the earlier run for a stage that was kept."""
-    kept: list[Stage] = field(default_factory=list)
-    failure: FailureStatus | None = None
-    interrupted: Stage | None = None
-    exit_code: int = 0
-
-
-class CannotRunError(Exception):
-    """Error of a run that is refused before anything is started; the text has a hint."""
-
-
 def run(request: RunRequest) -> RunResult:
     """Run the job. Raise CannotRunError, PlanRefused, BusyError or DifferentJobError before a stage has started."""
     if not trainer_is_installed():
@@ -114,14 +71,14 @@ def run(request: RunRequest) -> RunResult:
         )
     paths, job = request.paths, request.job
     with locked(request.workspace, job.name):
-        redone = _checked_stages_to_redo(request)
-        _check_hub(request, redone)
+        redone = stages_to_redo(request)
+        check_hub(request, redone)
         facts = _facts(request, keep_data=Stage.PREPARE not in redone)
         planned = plan(job, facts, request.settings)
         note_misfits(misfits(job, facts, request.settings))
         note_fewer_processes(job, planned)
-        stages = _stages_to_run(request, planned)
-        _check_inputs(request, planned, stages, redone)
+        stages = stages_to_run(request, planned)
+        check_inputs(request, planned, stages, redone)
         contract = files(planned)
         moved = move_earlier_results(paths, redone)
         if moved is not None:
@@ -133,79 +90,15 @@ def run(request: RunRequest) -> RunResult:
 
 def planned_run(request: RunRequest) -> tuple[JobPlan, dict[Stage, str]]:
     """Return, for --dry-run, the plan, and for each stage `run` or `kept`. Raises as `run` does; writes nothing."""
-    redone = _checked_stages_to_redo(request)
+    redone = stages_to_redo(request)
     facts = _facts(request, keep_data=Stage.PREPARE not in redone)
     planned = plan(request.job, facts, request.settings)
     note_misfits(misfits(request.job, facts, request.settings))
-    stages = _stages_to_run(request, planned)
-    _check_inputs(request, planned, stages, redone)
+    stages = stages_to_run(request, planned)
+    check_inputs(request, planned, stages, redone)
     return planned, {
         stage: "kept" if stage not in redone and finished(request.paths, stage) else "run" for stage in stages
     }
-
-
-# ------------------------------------------------------------------------------------------------------- before a stage
-
-
-def _checked_stages_to_redo(request: RunRequest) -> tuple[Stage, ...]:
-    """Return the stages to run again. With --restart: all, or the named ones and their dependents. Without it: those
-    that only evaluate or predict, if their own settings changed; raise DifferentJobError if others did.
-    """
-    if request.restart:
-        return _stages_to_redo(request)
-    changed = changed_after_training(request.paths, request.job)
-    checked = _up_to_last(request.stages) if request.stages else LOCAL_STAGES
-    check_same_job(request.paths, request.job, [stage for stage in checked if stage not in changed])
-    redone = tuple(stage for stage in changed if stage in (request.stages or LOCAL_STAGES))
-    for stage in redone:
-        note(f"{stage}: {'; '.join(changed[stage])}. It runs again; prepared data and the trained model are kept.")
-    return redone
-
-
-def _stages_to_redo(request: RunRequest) -> tuple[Stage, ...]:
-    """Return, for --restart, all stages, or the named ones and their dependents."""
-    if not request.stages:
-        return LOCAL_STAGES
-    first = min(LOCAL_STAGES.index(stage) for stage in request.stages)
-    if LOCAL_STAGES[first] in AFTER_TRAINING:
-        return tuple(stage for stage in LOCAL_STAGES if stage in request.stages)  # neither depends on the other
-    return LOCAL_STAGES[first:]
-
-
-def _up_to_last(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    last = max(LOCAL_STAGES.index(stage) for stage in stages)
-    return LOCAL_STAGES[: last + 1]
-
-
-def _check_hub(request: RunRequest, redone: Sequence[Stage]) -> None:
-    """Raise CannotRunError if a stage needs data that neither the Hub nor its cache here has."""
-    stages = [stage for stage in request.stages or LOCAL_STAGES if _is_to_run(request, stage, redone)]
-    absent = hub_reach.missing(_uris(request.job, stages)) if stages else ()
-    if absent:
-        # Faults of the job come first. The machine was not measured; it is assumed to be as the job requests.
-        plan(request.job, Facts(local=True), request.settings)
-        raise CannotRunError(
-            f"{' and '.join(absent)}: {hub_reach.unreachable_reason()}, and there is no copy here. {hub_reach.HINT}"
-        )
-
-
-def _is_to_run(request: RunRequest, stage: Stage, redone: Sequence[Stage]) -> bool:
-    spec = request.job.spec
-    has = {Stage.TRAIN: spec.training, Stage.EVALUATE: spec.evaluation, Stage.PREDICT: spec.predict}
-    if stage in has and has[stage] is None:
-        return False
-    return stage in redone or finished(request.paths, stage) is None
-
-
-def _uris(job: FineTuneJob, stages: Sequence[Stage] = LOCAL_STAGES) -> dict[str, hub_reach.Kind]:
-    """Return the URIs that these stages read, each with its kind."""
-    spec = job.spec
-    uris: dict[str, hub_reach.Kind] = {spec.model.uri: "model"}
-    if spec.dataset is not None and Stage.PREPARE in stages:
-        uris[spec.dataset.uri] = "dataset"
-    if spec.predict is not None and spec.predict.dataset is not None and Stage.PREDICT in stages:
-        uris[spec.predict.dataset.uri] = "dataset"
-    return uris
 
 
 def _facts(request: RunRequest, keep_data: bool) -> Facts:
@@ -224,40 +117,6 @@ def note_fewer_processes(job: FineTuneJob, planned: JobPlan) -> None:
         note(
             f"predict: {there} of {asked} processes: {hardware.cpu_cores} cores{gpus} and {memory} of memory are free."
         )
-
-
-def _stages_to_run(request: RunRequest, planned: JobPlan) -> tuple[Stage, ...]:
-    missing = [stage for stage in request.stages if stage not in planned.stages]
-    if missing:
-        raise CannotRunError(
-            f"--stage {missing[0]}: the job has no such stage; it has {', '.join(planned.stages)}. "
-            f"Add {_field_of(missing[0])} to the job, or name another stage"
-        )
-    return tuple(
-        stage for stage in LOCAL_STAGES if stage in planned.stages and (not request.stages or stage in request.stages)
-    )
-
-
-def _field_of(stage: Stage) -> str:
-    return {Stage.TRAIN: "spec.training", Stage.EVALUATE: "spec.evaluation", Stage.PREDICT: "spec.predict"}.get(
-        stage, "spec.dataset"
-    )
-
-
-def _check_inputs(request: RunRequest, planned: JobPlan, stages: Sequence[Stage], redone: Sequence[Stage]) -> None:
-    """Raise CannotRunError if a named stage depends on others that are neither done nor named."""
-    for stage in stages:
-        needed = [
-            each
-            for each in LOCAL_STAGES[: LOCAL_STAGES.index(stage)]
-            if each is not Stage.EVALUATE and each in planned.stages and each not in stages
-            if each in redone or finished(request.paths, each) is None
-        ]
-        if needed:
-            raise CannotRunError(
-                f"--stage {stage}: needs the results of {' and '.join(needed)}, and {request.paths.root} has none; "
-                f"add {' '.join(f'--stage {each}' for each in needed)}"
-            )
 
 
 def _write(paths: JobPaths, planned: JobPlan, contract: Mapping[str, str]) -> None:
@@ -398,7 +257,7 @@ class _Run:
         if stage is Stage.TRAIN and world is not None:
             threads = world.threads_per_process
         return trainer_environment(
-            {**os.environ, **hub_reach.variables(_uris(self._request.job)), ENV_GRACE_SECONDS: str(GRACE_SECONDS)},
+            {**os.environ, **hub_reach.variables(uris_of(self._request.job)), ENV_GRACE_SECONDS: str(GRACE_SECONDS)},
             device=device_of(self._request.job, self._result.plan),
             threads=threads,
             report=self._paths.reports / f"{stage}-{{rank}}.json",
@@ -462,40 +321,3 @@ def write_report(paths: JobPaths, repeat_command: str) -> None:
         return
     if completed.returncode:
         note(f"report.html could not be written: {(completed.stderr.strip().splitlines() or ['no reason given'])[-1]}")
-
-
-def result_data(request: RunRequest, result: RunResult) -> dict[str, Any]:
-    """Return the result for `-o json` and the table."""
-    paths = request.paths
-    try:
-        metrics = json.loads(paths.metrics.read_text())
-    except (OSError, ValueError):
-        metrics = {}
-    predicted = finished(paths, Stage.PREDICT)
-    prediction = {} if predicted is None else predicted.metrics
-    artifacts = {
-        "model": paths.model,
-        "predictions": Path(str(prediction["path"])) if "path" in prediction else None,
-        "badRows": Path(str(prediction["bad_rows_path"])) if "bad_rows_path" in prediction else None,
-        "metrics": paths.metrics,
-        "report": paths.report,
-        "plan": paths.plan,
-    }
-    world = result.plan.trainer.world
-    failure = (
-        None if result.failure is None else result.failure.model_dump(mode="json", by_alias=True, exclude_none=True)
-    )
-    return {
-        "name": request.job.name,
-        "outcome": "interrupted" if result.interrupted else "failed" if failure else "succeeded",
-        "folder": str(paths.root),
-        "strategy": result.plan.strategy,
-        "worldSize": world.size if world else 1,
-        "stages": [
-            {"name": stage.value, "seconds": round(seconds, 1), "kept": stage in result.kept}
-            for stage, seconds in result.seconds.items()
-        ],
-        "metrics": metrics,
-        "artifacts": {name: str(path) for name, path in artifacts.items() if path is not None and path.exists()},
-        "failure": failure,
-    }

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from finetune_contract.byte_text import GIB
 from finetune_contract.choices import Task
 from finetune_contract.facts import DeviceFacts, HardwareFacts, ModelFacts
 from finetune_operator.api.quantities import human_count, parse_quantity
@@ -33,7 +34,6 @@ __all__ = [
     "parse_hardware",
 ]
 
-GIB = 1 << 30
 CORES_PER_GPU = 8
 HOST_MEMORY_PER_GPU = 64 * GIB
 ASSUMED_NODE_MEMORY = 32 * GIB
@@ -48,6 +48,8 @@ LEAST_GPU_MEMORY = 15_360 << 20
 
 
 FALLBACK_NAME = "bert-base-uncased"
+ASSUMED_LABELS = 2
+"""Classes of a model that could not be read."""
 LLAMA_VOCABULARY = 32_000
 """Vocabulary size of Llama 2."""
 _LLAMAS = ("llama-2-7b", "llama-2-13b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b")
@@ -66,7 +68,7 @@ def is_well_known(uri: str) -> bool:
     return known_name(uri) is not None
 
 
-def assumed_model(uri: str, task: Task = "text-classification", labels: int = 2) -> tuple[ModelFacts, str]:
+def assumed_model(uri: str, task: Task = "text-classification") -> tuple[ModelFacts, str]:
     """Return facts for a model that could not be read, and a sentence with the assumption.
 
     A well-known name gives that checkpoint's published shape, a name with a size (`-70B`) a Llama of that size, and
@@ -75,13 +77,13 @@ def assumed_model(uri: str, task: Task = "text-classification", labels: int = 2)
     words = [part.lower() for part in uri.partition("://")[2].split("/") if part]
     name = known_name(uri)
     try:
-        facts = model_facts(known_config(name or FALLBACK_NAME), task, labels)
+        facts = model_facts(known_config(name or FALLBACK_NAME), task, ASSUMED_LABELS)
     except UnknownArchitectureError:
         name = None
-        facts = model_facts(known_config(FALLBACK_NAME), "text-classification", labels)
+        facts = model_facts(known_config(FALLBACK_NAME), "text-classification", ASSUMED_LABELS)
     size = f"{human_count(facts.parameters)} parameters"
     if name is None and (named_size := _size_in_name(words[-1:])) is not None:
-        facts = model_facts(_published_of(named_size) or _decoder_of(named_size), task, labels)
+        facts = model_facts(_published_of(named_size) or _decoder_of(named_size), task, ASSUMED_LABELS)
         return facts, (
             f"model: {uri} was not read; by its name it has {human_count(named_size)} parameters, and a Llama-like "
             f"model of about that size is taken: {facts.layers} layers, {facts.hidden_size:,} wide"

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
+from finetune_contract.byte_text import MIB
 from finetune_contract.facts import BF16_FROM, FP8_FROM, DeviceFacts
+from finetune_operator.api.machine_types import KARPENTER_LABEL, NVIDIA_LABEL
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.settings_nodes import HardwareRow
 from finetune_operator.planning.gpu_table import (
     GPU_MODELS,
-    KARPENTER_LABEL,
-    MIB,
-    NVIDIA_LABEL,
     GpuModel,
     Labels,
     capability_numbers,

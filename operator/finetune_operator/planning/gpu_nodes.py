@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from pydantic import JsonValue
 
-from finetune_contract.byte_text import human_bytes
+from finetune_contract.byte_text import MIB, human_bytes
 from finetune_contract.facts import DeviceFacts
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.settings import Defaults, Settings
@@ -27,7 +27,7 @@ from finetune_operator.planning.devices import (
     mig_product,
     product_labels,
 )
-from finetune_operator.planning.gpu_table import MIB, Labels
+from finetune_operator.planning.gpu_table import Labels
 from finetune_operator.planning.network_devices import nodes_network
 from finetune_operator.planning.plan_types import NodesFacts
 

@@ -8,28 +8,31 @@ g6e.48xlarge (400), A100 of p4d (400; Azure's ND A100 v4 has 1,600), H100, H200 
 B300 of p6-b300 (6,400), MI300X of Azure's ND MI300X v5 (3,200), MI250X of a Frontier node (800), A800, H800 and H20 of
 HGX boards with an adapter of 200 or 400 Gbit/s for each GPU, GH200 and GB200 with one of 400 Gbit/s. Cards that are
 sold alone leave it open: `CARD_NETWORK`. Label values are those of GPU feature discovery (NVML's
-name of the device, spaces as `-`), of AMD's node labeller, GKE's name of the accelerator, Karpenter's short name, and
-the cloud's instance types.
+name of the device, spaces as `-`), of AMD's node labeller, GKE's name of the accelerator and Karpenter's short name;
+`machine_types` adds the clouds' machine types.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from finetune_contract.byte_text import MIB
 from finetune_contract.choices import Precision
 from finetune_contract.facts import TF32_FROM, DeviceFacts
+from finetune_operator.api.machine_types import (
+    AMD_LABEL,
+    GKE_LABEL,
+    KARPENTER_LABEL,
+    NVIDIA_LABEL,
+    TYPE_LABEL,
+    types_of,
+)
 
-MIB = 1 << 20
 CARD_NETWORK = 1.56
 """Network of one GPU whose product leaves it open, in 10^9 bytes a second: 100 Gbit/s for a node of 8."""
 CARD_HOST = 16.0
 """PCIe of a GPU in no table, in 10^9 bytes a second and direction: 16 lanes of PCIe 3.0."""
-NVIDIA_LABEL = "nvidia.com/gpu.product"
-GKE_LABEL = "cloud.google.com/gke-accelerator"
-KARPENTER_LABEL = "karpenter.k8s.aws/instance-gpu-name"
-TYPE_LABEL = "node.kubernetes.io/instance-type"
-AMD_LABEL = "amd.com/gpu.product-name"
 Labels = Mapping[str, tuple[str, ...]]
 """Values by label key."""
 
@@ -106,34 +109,27 @@ class GpuModel:
         return (self.half_tflops if half else self.fp32_tflops) * 1e12
 
 
-def _nvidia(*products: str, gke: tuple[str, ...] = (), karpenter: str = "", types: tuple[str, ...] = ()) -> Labels:
+def _nvidia(*products: str, gke: tuple[str, ...] = (), karpenter: str = "") -> Labels:
     found = {NVIDIA_LABEL: products, GKE_LABEL: gke, KARPENTER_LABEL: (karpenter,) * bool(karpenter)}
-    return {key: values for key, values in {**found, TYPE_LABEL: types}.items() if values}
+    return {key: values for key, values in found.items() if values}
 
 
-def _sizes(family: str, *numbers: int) -> tuple[str, ...]:
-    """Return instance types of an AWS family: `xlarge` is 1."""
-    return tuple(f"{family}.{'' if number == 1 else number}xlarge" for number in numbers)
+def _with_types(model: GpuModel) -> GpuModel:
+    types = types_of(model.name)
+    return replace(model, labels={**model.labels, TYPE_LABEL: types}) if types else model
 
 
-_T4 = ("Standard_NC4as_T4_v3", "Standard_NC8as_T4_v3", "Standard_NC16as_T4_v3", "Standard_NC64as_T4_v3")
-_A100_CARDS = ("Standard_NC24ads_A100_v4", "Standard_NC48ads_A100_v4", "Standard_NC96ads_A100_v4")
-_H100_NVL = ("Standard_NC40ads_H100_v5", "Standard_NC80adis_H100_v5")
-_FEW, _MANY = (1, 2, 4, 8, 16), (1, 2, 4, 8, 12, 16, 24, 48)
-
-GPU_MODELS: tuple[GpuModel, ...] = (
+_PRODUCTS = (
     # Below compute capability 8.0 there are no units for bf16. Sources: NVIDIA's data sheets of each product.
     GpuModel("T4", "T4", 16, 15_360, "7.5", 65.0, 8.1, 16.0, bandwidth=320.0, network=1.56, host=16.0,
              bf16=False,
-             labels=_nvidia("Tesla-T4", gke=("nvidia-tesla-t4",), karpenter="t4",
-                            types=(*_sizes("g4dn", *_FEW, 12), "g4dn.metal", *_T4))),
+             labels=_nvidia("Tesla-T4", gke=("nvidia-tesla-t4",), karpenter="t4")),
     GpuModel("V100-16GB", "V100", 16, 16_160, "7.0", 125.0, 15.7, 150.0, bandwidth=900.0, network=0.39, host=16.0,
              bf16=False,
-             labels=_nvidia("Tesla-V100-SXM2-16GB", gke=("nvidia-tesla-v100",), types=_sizes("p3", 2, 8, 16))),
+             labels=_nvidia("Tesla-V100-SXM2-16GB", gke=("nvidia-tesla-v100",))),
     GpuModel("V100-32GB", "V100", 32, 32_510, "7.0", 125.0, 15.7, 150.0, bandwidth=900.0, network=1.56, host=16.0,
              bf16=False,
-             labels=_nvidia("Tesla-V100-SXM2-32GB", "Tesla-V100-SXM3-32GB",
-                            types=("p3dn.24xlarge", "Standard_ND40rs_v2"))),
+             labels=_nvidia("Tesla-V100-SXM2-32GB", "Tesla-V100-SXM3-32GB")),
     GpuModel("V100-PCIE-16GB", "V100", 16, 16_160, "7.0", 112.0, 14.0, 16.0, bandwidth=900.0, host=16.0,
              form="PCIE", bf16=False,
              labels=_nvidia("Tesla-V100-PCIE-16GB")),
@@ -142,9 +138,9 @@ GPU_MODELS: tuple[GpuModel, ...] = (
              labels=_nvidia("Tesla-V100-PCIE-32GB")),
     # Ampere. A10G is Amazon's own, and the sheet of g5 instances gives its figures.
     GpuModel("A10", "A10", 24, 23_028, "8.6", 125.0, 31.2, 32.0, bandwidth=600.0, host=32.0,
-             labels=_nvidia("NVIDIA-A10", types=("Standard_NV36ads_A10_v5", "Standard_NV72ads_A10_v5"))),
+             labels=_nvidia("NVIDIA-A10")),
     GpuModel("A10G", "A10G", 24, 23_028, "8.6", 70.0, 35.0, 32.0, bandwidth=600.0, network=1.56, host=32.0,
-             labels=_nvidia("NVIDIA-A10G", karpenter="a10g", types=_sizes("g5", *_MANY))),
+             labels=_nvidia("NVIDIA-A10G", karpenter="a10g")),
     GpuModel("A30", "A30", 24, 24_258, "8.0", 165.0, 10.3, 32.0, bandwidth=933.0, host=32.0,
              labels=_nvidia("NVIDIA-A30")),
     GpuModel("A40", "A40", 48, 46_068, "8.6", 149.7, 37.4, 32.0, bandwidth=696.0, host=32.0,
@@ -152,17 +148,15 @@ GPU_MODELS: tuple[GpuModel, ...] = (
     GpuModel("A6000", "A6000", 48, 49_140, "8.6", 154.8, 38.7, 32.0, bandwidth=768.0, host=32.0,
              labels=_nvidia("NVIDIA-RTX-A6000")),
     GpuModel("A100-40GB", "A100", 40, 40_960, "8.0", 312.0, 19.5, 300.0, bandwidth=1555.0, network=6.25, host=32.0,
-             labels=_nvidia("NVIDIA-A100-SXM4-40GB", "A100-SXM4-40GB", gke=("nvidia-tesla-a100",),
-                            types=("p4d.24xlarge", "Standard_ND96asr_v4"))),
+             labels=_nvidia("NVIDIA-A100-SXM4-40GB", "A100-SXM4-40GB", gke=("nvidia-tesla-a100",))),
     GpuModel("A100-80GB", "A100", 80, 81_920, "8.0", 312.0, 19.5, 300.0, bandwidth=2039.0, network=6.25, host=32.0,
-             labels=_nvidia("NVIDIA-A100-SXM4-80GB", "A100-SXM4-80GB", gke=("nvidia-a100-80gb",),
-                            types=("p4de.24xlarge", "Standard_ND96amsr_A100_v4"))),
+             labels=_nvidia("NVIDIA-A100-SXM4-80GB", "A100-SXM4-80GB", gke=("nvidia-a100-80gb",))),
     GpuModel("A100-PCIE-40GB", "A100", 40, 40_960, "8.0", 312.0, 19.5, 32.0, bandwidth=1555.0, host=32.0,
              form="PCIE",
              labels=_nvidia("NVIDIA-A100-PCIE-40GB", "A100-PCIE-40GB")),
     GpuModel("A100-PCIE-80GB", "A100", 80, 81_920, "8.0", 312.0, 19.5, 32.0, bandwidth=1935.0, host=32.0,
              form="PCIE",
-             labels=_nvidia("NVIDIA-A100-80GB-PCIe", types=_A100_CARDS)),
+             labels=_nvidia("NVIDIA-A100-80GB-PCIe")),
     GpuModel("A800-80GB", "A800", 80, 81_920, "8.0", 312.0, 19.5, 200.0, bandwidth=2039.0, network=25.0, host=32.0,
              labels=_nvidia("NVIDIA-A800-SXM4-80GB")),
     GpuModel("A800-PCIE-80GB", "A800", 80, 81_920, "8.0", 312.0, 19.5, 32.0, bandwidth=1935.0, host=32.0,
@@ -171,7 +165,7 @@ GPU_MODELS: tuple[GpuModel, ...] = (
     # Ada and later multiply in fp8 too.
     GpuModel("L4", "L4", 24, 23_034, "8.9", 121.0, 30.3, 32.0, bandwidth=300.0, network=1.56, host=32.0,
              fp8=True,
-             labels=_nvidia("NVIDIA-L4", gke=("nvidia-l4",), karpenter="l4", types=_sizes("g6", *_MANY))),
+             labels=_nvidia("NVIDIA-L4", gke=("nvidia-l4",), karpenter="l4")),
     GpuModel("RTX-4090", "4090", 24, 24_564, "8.9", 165.2, 82.6, 32.0, bandwidth=1008.0, host=32.0,
              fp8=True,
              labels=_nvidia("NVIDIA-GeForce-RTX-4090")),
@@ -181,18 +175,18 @@ GPU_MODELS: tuple[GpuModel, ...] = (
              fp8=True, labels=_nvidia("NVIDIA-L40")),
     GpuModel("L40S", "L40S", 48, 46_068, "8.9", 362.0, 91.6, 32.0, bandwidth=864.0, network=6.25, host=32.0,
              fp8=True,
-             labels=_nvidia("NVIDIA-L40S", karpenter="l40s", types=_sizes("g6e", *_MANY))),
+             labels=_nvidia("NVIDIA-L40S", karpenter="l40s")),
     # Hopper. H800 and H20 are for other markets: fewer links, and for H20 less throughput.
     GpuModel("H100", "H100", 80, 81_559, "9.0", 989.0, 67.0, 450.0, bandwidth=3350.0, network=50.0, host=64.0,
              fp8=True,
              labels=_nvidia("NVIDIA-H100-80GB-HBM3", gke=("nvidia-h100-80gb", "nvidia-h100-mega-80gb"),
-                            karpenter="h100", types=("p5.4xlarge", "p5.48xlarge", "Standard_ND96isr_H100_v5"))),
+                            karpenter="h100")),
     GpuModel("H100-PCIE", "H100", 80, 81_559, "9.0", 756.0, 51.0, 64.0, bandwidth=2000.0, host=64.0,
              form="PCIE", fp8=True,
              labels=_nvidia("NVIDIA-H100-PCIe")),
     GpuModel("H100-NVL", "H100", 94, 95_830, "9.0", 835.0, 60.0, 64.0, bandwidth=3900.0, host=64.0,
              form="NVL", fp8=True,
-             labels=_nvidia("NVIDIA-H100-NVL", types=_H100_NVL)),
+             labels=_nvidia("NVIDIA-H100-NVL")),
     GpuModel("H800", "H800", 80, 81_559, "9.0", 989.0, 67.0, 200.0, bandwidth=3350.0, network=50.0, host=64.0,
              fp8=True, labels=_nvidia("NVIDIA-H800")),
     GpuModel("H800-PCIE", "H800", 80, 81_559, "9.0", 756.0, 51.0, 64.0, bandwidth=2000.0, host=64.0,
@@ -205,26 +199,26 @@ GPU_MODELS: tuple[GpuModel, ...] = (
              labels=_nvidia("NVIDIA-GH200-480GB")),
     GpuModel("H200", "H200", 141, 143_771, "9.0", 989.0, 67.0, 450.0, bandwidth=4800.0, network=50.0, host=64.0,
              fp8=True,
-             labels=_nvidia("NVIDIA-H200", gke=("nvidia-h200-141gb",), karpenter="h200",
-                            types=("p5e.48xlarge", "p5en.48xlarge", "Standard_ND96isr_H200_v5"))),
+             labels=_nvidia("NVIDIA-H200", gke=("nvidia-h200-141gb",), karpenter="h200")),
     GpuModel("H200-NVL", "H200", 141, 143_771, "9.0", 835.0, 60.0, 64.0, bandwidth=4800.0, host=64.0,
              form="NVL", fp8=True,
              labels=_nvidia("NVIDIA-H200-NVL")),
     # Blackwell. B300: data sheet of HGX B300, 36 PFLOP/s for 8 with sparsity.
     GpuModel("B200", "B200", 180, 183_359, "10.0", 2250.0, 75.0, 900.0, bandwidth=8000.0, network=50.0, host=64.0,
              fp8=True,
-             labels=_nvidia("NVIDIA-B200", gke=("nvidia-b200",), karpenter="b200", types=("p6-b200.48xlarge",))),
+             labels=_nvidia("NVIDIA-B200", gke=("nvidia-b200",), karpenter="b200")),
     GpuModel("GB200", "GB200", 186, 189_471, "10.0", 2500.0, 80.0, 900.0, bandwidth=8000.0, network=50.0, host=450.0,
              fp8=True,
              labels=_nvidia("NVIDIA-GB200", gke=("nvidia-gb200",))),
     GpuModel("B300", "B300", 270, 275_040, "10.3", 2250.0, 75.0, 900.0, bandwidth=8000.0, network=100.0, host=128.0,
              fp8=True,
-             labels=_nvidia("NVIDIA-B300-SXM6-AC", karpenter="b300", types=("p6-b300.48xlarge",))),
+             labels=_nvidia("NVIDIA-B300-SXM6-AC", karpenter="b300")),
     # AMD's data sheets. Each of the two dies of an MI250X is a device of its own. MI300X: fp8 of another form (FNUZ).
     GpuModel("MI250X", "MI250X", 64, 65_520, "", 191.5, 23.9, 50.0, bandwidth=1638.0, network=12.5, host=32.0,
              labels={AMD_LABEL: ("AMD_Instinct_MI250X",)}),
     GpuModel("MI300X", "MI300X", 192, 196_592, "", 1307.0, 163.4, 448.0, bandwidth=5300.0, network=50.0, host=64.0,
              fp8=True,
-             labels={AMD_LABEL: ("AMD_Instinct_MI300X_OAM",), TYPE_LABEL: ("Standard_ND96isr_MI300X_v5",)}),
+             labels={AMD_LABEL: ("AMD_Instinct_MI300X_OAM",)}),
 )  # fmt: skip
+GPU_MODELS: tuple[GpuModel, ...] = tuple(map(_with_types, _PRODUCTS))
 """Built-in table, ordered by generation and memory: a name that fits several variants means the smaller one."""

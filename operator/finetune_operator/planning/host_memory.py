@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from finetune_contract.byte_text import MIB
 from finetune_operator.planning.memory import CPU_PROCESS_BYTES
 
-MIB = 1 << 20
 MEMORY_STEP = 128 * MIB
 """Step to which requests are rounded up, so that they stay readable and small changes of a plan do not change them."""
 INFERENCE_BATCH_BYTES = 512 * MIB

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
 
+from finetune_contract.byte_text import MIB
 from finetune_contract.choices import LANGUAGE_TASKS, Device, InferencePrecision, OptimizerName, Precision, Task
 from finetune_contract.facts import ModelFacts
 from finetune_contract.plans import (
@@ -51,7 +52,6 @@ from finetune_operator.planning.model_parallel_plan import (
 from finetune_operator.planning.plan_types import MemoryEstimate, MemoryTerm
 from finetune_operator.planning.sequence_plan import slice_tokens
 
-MIB = 1 << 20
 _BACKWARD = ("layers", "reduction")
 """Moments of the layers' backward pass."""
 Moment: TypeAlias = Literal["load", "forward", "loss", "head", "layers", "reduction", "ends", "step"]

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import Transport
+from finetune_operator.api.machine_types import TYPE_LABEL
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.network_devices import (
     EFA,
     EFA_INTERFACES,
     HUGE_PAGES,
-    INSTANCE_TYPE,
     DeviceKind,
     DeviceTransport,
     default_resource,
@@ -97,7 +97,7 @@ def _unknown(draft: Draft, asked: DeviceTransport) -> Draft:
     resource = default_resource(asked, draft.settings)
     kind = device_kind(resource, draft.settings)
     assert kind is not None, "the default resource of a transport is a known device"
-    instance = draft.spec.template.node_selector.get(INSTANCE_TYPE, "")
+    instance = draft.spec.template.node_selector.get(TYPE_LABEL, "")
     count, why = 1, "the nodes' devices are not known"
     if resource == EFA and kind.per_node is None and instance in EFA_INTERFACES:
         count, why = EFA_INTERFACES[instance], f"a {instance} has {EFA_INTERFACES[instance]} interfaces"

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from finetune_operator.api.machine_types import TYPE_LABEL
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.settings_nodes import NetworkDeviceRow
@@ -24,7 +25,6 @@ EFA_HUGE_PAGES = "5120Mi"
 """Huge pages of 2 MiB for the EFA provider's bounce buffers, as in the examples of EKS' user guide. The provider maps
 them anonymously (MAP_HUGETLB), so that no volume is needed.
 """
-INSTANCE_TYPE = "node.kubernetes.io/instance-type"
 EFA_INTERFACES: Mapping[str, int] = {
     "g4dn.8xlarge": 1, "g4dn.12xlarge": 1, "g4dn.16xlarge": 1, "g4dn.metal": 1, "p3dn.24xlarge": 1,
     "g5.8xlarge": 1, "g5.12xlarge": 1, "g5.16xlarge": 1, "g5.24xlarge": 1, "g5.48xlarge": 1,
@@ -99,7 +99,7 @@ def nodes_network(
         counts = [there[name] for _, there in everywhere if there.get(name, 0) > 0]
         if counts:
             devices.append(NodeDevice(resource=name, count=min(counts), nodes=len(counts)))
-    silent = {labels.get(INSTANCE_TYPE, "") for labels, there in everywhere if not there.get(EFA)} & {*EFA_INTERFACES}
+    silent = {labels.get(TYPE_LABEL, "") for labels, there in everywhere if not there.get(EFA)} & {*EFA_INTERFACES}
     return NodesNetwork(
         nodes=len(everywhere),
         node_gpus=max((there.get(gpu_resource, 0) for _, there in everywhere), default=0),

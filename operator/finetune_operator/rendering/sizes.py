@@ -7,6 +7,7 @@ memory that it is expected to need, without a limit: a whole node's share would 
 
 from __future__ import annotations
 
+from finetune_contract.byte_text import MIB
 from finetune_contract.choices import Device, Stage
 from finetune_operator.api.settings import Defaults
 from finetune_operator.api.types import FineTuneJobSpec
@@ -16,7 +17,6 @@ from finetune_operator.planning.memory import CPU_PROCESS_BYTES
 from finetune_operator.planning.plan_types import JobPlan
 from finetune_operator.rendering.pod_parts import Resources
 
-MIB = 1 << 20
 SHARED_MEMORY_BYTES: dict[Device, int] = {"cuda": 1024 * MIB, "cpu": 256 * MIB}
 """Bytes of /dev/shm for a process. NCCL takes up to some 10 MiB for each channel and peer if GPUs have no direct link,
 DeepSpeed's collectives on CPU two buffers of 32 MiB a process; the rest is for data loaders' batches. It is an upper

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from finetune_contract.byte_text import MIB
 from finetune_contract.layout import ENV_ENDPOINT_REVISION, SERVE_PORT, JobPaths
 from finetune_operator.launchers.vllm_facts import VLLM_COMMAND, VLLM_HEALTH_PATH, VLLM_KEY
 from finetune_operator.planning.plan_types import VllmServer
@@ -21,7 +22,7 @@ from finetune_operator.rendering.claims import CLAIMS, ClaimPath, Storage, stora
 from finetune_operator.rendering.contract import GUARD
 from finetune_operator.rendering.pod_parts import EnvVar, Pod, PodLabel, memory_volume
 from finetune_operator.rendering.render_types import ATTEMPT_LABEL, Manifest
-from finetune_operator.rendering.sizes import MIB, SHARED_MEMORY_BYTES
+from finetune_operator.rendering.sizes import SHARED_MEMORY_BYTES
 from finetune_operator.rendering.trainer_pod import CONFIG, HOME, SHARED_MEMORY, StagePods, stage_pod
 
 LOAD_SECONDS = 3600

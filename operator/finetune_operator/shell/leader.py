@@ -162,13 +162,12 @@ class Leader:
         leading: asyncio.Event,
         prepare: Callable[[], Awaitable[None]],
         begin: Callable[[], None],
-        holder: str | None = None,
     ) -> None:
         """`prepare` is awaited before this replica acts, and `begin` called once it may."""
         self._leading = leading
         self._prepare = prepare
         self._begin = begin
-        self._lock = LeaseLock(kube, namespace, holder or identity(), self._renewed)
+        self._lock = LeaseLock(kube, namespace, identity(), self._renewed)
         self._fence: asyncio.TimerHandle | None = None
         self._taking_over: asyncio.Task[None] | None = None
         self._holding = False

@@ -15,7 +15,6 @@ import logging
 import random
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -46,24 +45,22 @@ from finetune_operator.reconcile.plan_checks import plan_check_of
 from finetune_operator.reconcile.reconcile_state import has_started
 from finetune_operator.reconcile.reconcile_types import (
     NO_FINDINGS,
-    AutoscalerView,
     Decision,
     EventNote,
     JobView,
     ObjectRef,
     Observed,
-    Refusal,
-    RouteView,
 )
 from finetune_operator.reconcile.route_state import has_route, route_view
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME
 from finetune_operator.rendering.render_types import UID_LABEL, Manifest, ProgressEndpoint
 from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.foreign_objects import ForeignObjects
+from finetune_operator.shell.job_memory import JobMemory
 from finetune_operator.shell.job_objects import JobObjects
 from finetune_operator.shell.node_reading import NodeReading
 from finetune_operator.shell.queue import JobKey
-from finetune_operator.shell.server_reading import ServerMemory, ServerReading
+from finetune_operator.shell.server_reading import ServerReading
 from finetune_operator.shell.state import OperatorState
 from finetune_operator.shell.store import JobId
 
@@ -83,34 +80,6 @@ YIELD_SECONDS = 2.0
 """Longest delay of a status or an event while there are jobs for which nothing was created yet."""
 CONFLICT_SECONDS = 0.2
 """Delay before the next reconcile after a conflict, so that two writers do not race at full speed."""
-
-
-@dataclass
-class JobMemory:
-    """State of one job that is remembered between reconciles, and may be lost."""
-
-    uid: str
-    refusals: tuple[Refusal, ...] = ()
-    """Refusals of the last reconcile, until one that knew of them has been carried out."""
-    logs: dict[str, str] = field(default_factory=dict)
-    """Log tails by pod; read once."""
-    last_logs: dict[str, str] = field(default_factory=dict)
-    """Log tails by pod, read when its deletion began."""
-    autoscaler: AutoscalerView | None = None
-    autoscaler_read: float = float("-inf")
-    """Time when the endpoint's autoscaler was read, on the monotonic clock."""
-    route: RouteView | None = None
-    route_read: float = float("-inf")
-    """Time when the endpoint's HTTPRoute was read, likewise."""
-    servers: ServerMemory = field(default_factory=ServerMemory)
-    queued: set[tuple[str, str, str]] = field(default_factory=set)
-    """Events that were queued: version of the job that they were decided at, reason, message."""
-    progress_written: float = float("-inf")
-    """Time when the status was written last, on the monotonic clock."""
-    checked_update: float = float("-inf")
-    """Time of the last update after which the attempt was read again already."""
-    failures: int = 0
-    """Reconciles in a row that ended in an error."""
 
 
 class Reconciler:

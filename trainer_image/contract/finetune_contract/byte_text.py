@@ -1,7 +1,9 @@
-"""Amounts of memory and storage as text."""
+"""Amounts of memory and storage: units in bytes, and text."""
 
 from __future__ import annotations
 
+MIB = 1 << 20
+GIB = 1 << 30
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 

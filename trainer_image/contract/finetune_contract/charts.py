@@ -23,6 +23,8 @@ Series: TypeAlias = Sequence[tuple[float, float]]
 
 _MOST_POINTS = 1500
 """About the pixels of a wide screen's width: more are invisible, and a long run has a hundred thousand steps."""
+_STEPS = 5
+"""Marks of an axis, about."""
 _UNITS = 1000
 """Width and height of the plot area in SVG units; it is stretched to the page's width."""
 _ROOM = 0.05
@@ -274,9 +276,7 @@ def _finite(value: object) -> bool:
 # --------------------------------------------------------------------------------------------------------- drawing
 
 
-def chart(
-    title: str, curves: Sequence[Curve], *, unit: str = "", x_label: str = "step", note: str = ""
-) -> Chart | None:
+def chart(title: str, curves: Sequence[Curve], *, unit: str = "", x_label: str = "step") -> Chart | None:
     """Return `curves` over one fitted axis; None unless one of them has two values to connect."""
     if not any(len(curve.values) > 1 for curve in curves):
         return None
@@ -293,7 +293,7 @@ def chart(
         x=fitted(xs, room=0, whole=all(x == int(x) for x in xs)),
         y=fitted([y for _, y in points]),
         summary=_summary(title, curves, x_label),
-        note=" ".join(filter(None, (note, means))),
+        note=means,
     )
 
 
@@ -334,11 +334,11 @@ def fitted(values: Sequence[float], room: float = _ROOM, *, whole: bool = False)
     return Axis(low, high, tuple(Tick((tick - low) / (high - low), number(tick)) for tick in ticks))
 
 
-def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Return multiples of 1, 2 or 5 times a power of ten that cover low to high in about `wanted` steps."""
+def nice_ticks(low: float, high: float) -> list[float]:
+    """Return multiples of 1, 2 or 5 times a power of ten that cover low to high in about `_STEPS` steps."""
     span = (high - low) or abs(high) or 1.0
-    power = 10.0 ** math.floor(math.log10(span / wanted))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * wanted >= span * 0.999)
+    power = 10.0 ** math.floor(math.log10(span / _STEPS))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * _STEPS >= span * 0.999)
     first, last = math.floor(low / step), math.ceil(high / step)
     return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 

@@ -19,7 +19,6 @@ LESS_MEMORY = 0.02
 """Fraction by which the memory may be below the planned one. Drivers keep about 1 % of what data sheets list."""
 MORE_MEMORY = 0.10
 """Fraction by which the memory may be above the planned one before another plan is worth a new start."""
-_GIB = 1 << 30
 
 Choice: TypeAlias = Literal["memory", "speed", "precision"]
 """Property of a GPU that choices of a plan depend on."""

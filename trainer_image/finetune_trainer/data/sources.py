@@ -127,13 +127,13 @@ def source_of(source: DataSource, setting: str) -> Source:
     return _file_source(uri, setting)
 
 
-def splits_by_role(source: DataSource, setting: str = "dataset", *, trains: bool = True) -> dict[Role, SplitSource]:
+def splits_by_role(source: DataSource, *, trains: bool = True) -> dict[Role, SplitSource]:
     """Return the splits that a job uses, by role: all three when it trains, else validation and test.
 
     A file or a glob without names of splits is the train split, or the test split when nothing trains. Raise StageError
     DATA `SplitNotFound`.
     """
-    found = source_of(source, setting)
+    found = source_of(source, "dataset")
     roles = SPLIT_ROLES if trains else SPLIT_ROLES[1:]
     explicit = {role: getattr(source.splits, role) for role in SPLIT_ROLES}
     whole = None if any(explicit.values()) else found.whole()
@@ -145,30 +145,30 @@ def splits_by_role(source: DataSource, setting: str = "dataset", *, trains: bool
         if split is not None:
             splits[role] = split
         elif explicit[role] or role == "train":
-            raise _split_not_found(source, setting, role, explicit[role], found.names())
+            raise _split_not_found(source, "dataset", role, explicit[role], found.names())
     if not splits:
-        raise _split_not_found(source, setting, "test", None, found.names())
+        raise _split_not_found(source, "dataset", "test", None, found.names())
     return splits
 
 
-def predict_split(source: DataSource, setting: str = "predict.dataset") -> SplitSource:
+def predict_split(source: DataSource) -> SplitSource:
     """Return the one split to predict: the named one, else everything, else `test`, else the only existing split.
 
     Of several named ones test is used, then validation: a data set that is written once for the whole job (by a YAML
     anchor) names all three.
     """
-    found = source_of(source, setting)
+    found = source_of(source, "predict.dataset")
     for role in ("test", "validation", "train"):
         name = getattr(source.splits, role)
         if name is not None:
             split = found.named(name)
             if split is None:
-                raise _split_not_found(source, setting, role, name, found.names())
+                raise _split_not_found(source, "predict.dataset", role, name, found.names())
             return split
     names = found.names()
     split = found.whole() or found.named("test") or (found.named(names[0]) if len(names) == 1 else None)
     if split is None:
-        raise _split_not_found(source, setting, "test", None, names)
+        raise _split_not_found(source, "predict.dataset", "test", None, names)
     return split
 
 

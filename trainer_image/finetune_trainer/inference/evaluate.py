@@ -17,9 +17,10 @@ from finetune_trainer.inference.optimization.served_rung import JUDGED_IN, judge
 from finetune_trainer.inference.pod_processes import BatchShare, evaluation_share
 from finetune_trainer.inference.runner import Means, answers_of, model_to_use, reference_model
 from finetune_trainer.metric_names import refuse_unknown_metrics
+from finetune_trainer.model_card import write_model_card
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.report_parts import not_met
-from finetune_trainer.reporting import merge_metrics, write_confusion, write_model_card, write_samples
+from finetune_trainer.reporting import merge_metrics, write_confusion, write_samples
 from finetune_trainer.tasks.task_protocol import REFERENCE, Answer, TaskModule, compared, labels_of
 from finetune_trainer.tasks.task_registry import task_of
 

@@ -145,12 +145,11 @@ def _loaded(
     precision: InferencePrecision,
     devices: int,
 ) -> PreTrainedModel:
-    import torch
+    from finetune_trainer.device_units import TORCH_TYPES
 
     if devices > 1:
         refuse_missing_gpu(index=devices - 1)  # the last one
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    model = task.load_model(job, name, {**arguments, **placement(devices)}, dtype)
+    model = task.load_model(job, name, {**arguments, **placement(devices)}, TORCH_TYPES[precision])
     if devices > 1:
         refuse_host_memory(model)
         log.info("The layers of %s are on %d GPUs.", name, len(places(model)))

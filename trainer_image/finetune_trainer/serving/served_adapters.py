@@ -23,6 +23,7 @@ from finetune_contract.layout import ADAPTER_CARD, FailureClass
 from finetune_contract.trainer_job import ServedAdapter, TrainerJob
 from finetune_trainer.adapter_card import AdapterCard, head_config
 from finetune_trainer.adapters import ADAPTER_WEIGHTS, head_modules
+from finetune_trainer.device_units import TORCH_TYPES
 from finetune_trainer.failures import StageError, first_of
 from finetune_trainer.models import resolve_model, weights_digest
 from finetune_trainer.tasks.heads import adopt_padding, name_labels
@@ -130,7 +131,7 @@ def load_adapted(job: TrainerJob, task: TaskModule, precision: InferencePrecisio
     assert job.serving is not None
     name, arguments = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
     found = [_read(adapter, job.task) for adapter in job.serving.adapters]
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    dtype = TORCH_TYPES[precision]
     model, missing = task.load_incomplete(job, name, arguments, dtype)
     adopt_padding(job, model)
     base_labels = None if missing else task.model_labels(model.config)

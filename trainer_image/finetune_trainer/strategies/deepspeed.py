@@ -114,9 +114,9 @@ class DeepSpeed:
     @property
     def _dtype(self) -> torch.dtype:
         """Type of the weights that the engine computes with."""
-        import torch
+        from finetune_trainer.device_units import TORCH_TYPES
 
-        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._precision, torch.float32)
+        return TORCH_TYPES[self._precision]
 
     def _divide(self, model: PreTrainedModel) -> None:
         """Convert, move and partition one parameter after another, so that a device holds one whole one at a time.

@@ -62,7 +62,7 @@ class Engine:
         self.model = strategy.prepare_model(model)
         seed = enable_full_determinism if args.full_determinism else set_seed
         seed(args.seed)
-        self.accelerator = _accelerator(self.model, args)
+        self.accelerator = _accelerator(args)
         if strategy.scales_loss:
             # Under FSDP2 torch's scaler agrees with all processes on gradients that are no numbers, by DTensor.
             self.accelerator.scaler = torch.amp.GradScaler(args.device.type)
@@ -271,7 +271,7 @@ def engine_of(model: PreTrainedModel, args: TrainingArguments, strategy: Strateg
     return kind(model, args, strategy, adapted=adapted)
 
 
-def _accelerator(model: PreTrainedModel, args: TrainingArguments) -> Accelerator:
+def _accelerator(args: TrainingArguments) -> Accelerator:
     requested = {
         "find_unused_parameters": args.ddp_find_unused_parameters,
         "bucket_cap_mb": args.ddp_bucket_cap_mb,

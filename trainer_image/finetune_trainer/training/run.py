@@ -37,10 +37,11 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.files import share
 from finetune_trainer.float8 import InFloat8, convert, refuse_without_library, refuse_without_units
 from finetune_trainer.metric_names import refuse_unknown_metrics
+from finetune_trainer.model_card import write_model_card
 from finetune_trainer.models import load_tokenizer, pinned, position_limit, weights_digest
 from finetune_trainer.packed_attention import pack_attention
 from finetune_trainer.progress import ProgressSink
-from finetune_trainer.reporting import merge_metrics, training_environment, write_environment, write_model_card
+from finetune_trainer.reporting import merge_metrics, training_environment, write_environment
 from finetune_trainer.signing import signer_of
 from finetune_trainer.spread_hashing import SpreadHashing
 from finetune_trainer.stage_console import quiet_transformers
@@ -230,7 +231,7 @@ def _run_of(
     """Return the inputs of the stage. Raise StageError for a precision or a setting that is not possible with them."""
     _refuse_fp8(training, without_units=fp8_without_units)
     run = _Run(job, training, paths, world, strategy, task_of(job), PreparedData.open(paths))
-    _refuse_smoothing(job, training, run.task, run.prepared)
+    _refuse_smoothing(training, run.task, run.prepared)
     return run
 
 
@@ -488,7 +489,7 @@ def training_of(job: TrainerJob) -> Training:
     return job.training
 
 
-def _refuse_smoothing(job: TrainerJob, training: Training, task: TaskModule, prepared: PreparedData) -> None:
+def _refuse_smoothing(training: Training, task: TaskModule, prepared: PreparedData) -> None:
     """Raise StageError CONFIG for a setting that has no effect on the task's loss."""
     if training.label_smoothing and prepared.facts.label_form not in task.smooths_labels:
         raise StageError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from finetune_operator.api.rules import (
     batch_rules,
+    column_rules,
     combination_rules,
     data,
     evaluation,
@@ -24,6 +25,7 @@ __all__ = ["RULES", "SOMETHING_TO_DO"]
 
 RULES: tuple[Rule, ...] = (
     *data.RULES,
+    *column_rules.RULES,
     *evaluation.RULES,
     *training.RULES,
     *batch_rules.RULES,

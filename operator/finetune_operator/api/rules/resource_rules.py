@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic.alias_generators import to_snake
 
 from finetune_contract.choices import RUNG_TASKS
 from finetune_operator.api.quantities import parse_quantity, size_hint, too_small_rule
-from finetune_operator.api.rules.rule import Holds, Rule, is_one_of
+from finetune_operator.api.rules.rule import Rule, is_one_of
 from finetune_operator.api.types import AcceleratorSpec, EndpointSpec, FineTuneJobSpec, ServedAdapterSpec, TrafficSpec
 from finetune_operator.launchers.launcher_rows import SUPPORTED
 
@@ -29,14 +29,6 @@ MUTABLE = {"runPolicy": ("suspend", "ttlSecondsAfterFinished"), "endpoint": ()}
 def _one_process_per_gpu(spec: FineTuneJobSpec) -> bool:
     processes, gpus = spec.resources.processes_per_node, spec.resources.gpus_per_node
     return processes == "auto" or gpus == "auto" or gpus == 0 or processes <= gpus
-
-
-def _elastic_holds(test: Callable[[int, int, int], bool]) -> Holds:
-    def holds(spec: FineTuneJobSpec) -> bool:
-        elastic = spec.resources.elastic
-        return elastic is None or test(elastic.min_nodes, spec.resources.nodes, elastic.max_nodes)
-
-    return holds
 
 
 def _reserved_rule(block: Literal["labels", "annotations"]) -> Rule:
@@ -162,24 +154,6 @@ RULES: tuple[Rule, ...] = (
         ),
         "is a MIG profile, of which a process can use one instance only: spec.resources.gpusPerNode must be 1",
         "set spec.resources.gpusPerNode to 1 and use a larger profile, or leave it out for whole GPUs",
-    ),
-    Rule(
-        "elastic-bounds-in-order",
-        "resources.elastic.maxNodes",
-        "!has(self.resources.elastic) || self.resources.elastic.minNodes <= self.resources.elastic.maxNodes",
-        _elastic_holds(lambda least, _, most: least <= most),
-        "must be at least spec.resources.elastic.minNodes",
-        "swap the two",
-    ),
-    Rule(
-        "elastic-bounds-hold-nodes",
-        "resources.nodes",
-        "!has(self.resources.elastic) || self.resources.elastic.minNodes > self.resources.elastic.maxNodes"
-        " || (self.resources.elastic.minNodes <= self.resources.nodes"
-        " && self.resources.nodes <= self.resources.elastic.maxNodes)",
-        _elastic_holds(lambda least, nodes, most: least > most or least <= nodes <= most),
-        "must be between spec.resources.elastic.minNodes and maxNodes",
-        "change it or the bounds",
     ),
     Rule(
         "spot-is-enabled",

@@ -35,7 +35,7 @@ _LOOP_ONLY = (
     *("parallelism.strategy", "parallelism.zeroStage", "parallelism.offload.activations", "parallelism.tensor"),
     *("parallelism.pipeline.degree", "parallelism.pipeline.microBatches", "parallelism.pipeline.schedule"),
     *("parallelism.sequence", "parallelism.activationCheckpointing", "parallelism.placement"),
-    *("checkpoints.every", "checkpoints.keep", "checkpoints.onPreemption", "checkpoints.uri", "checkpoints.signingKey"),
+    *("checkpoints.every", "checkpoints.keep", "checkpoints.onPreemption", "checkpoints.signingKey"),
     *("model.adapter.method", "preference.beta"),
 )
 """Fields that only the built-in loop obeys: beside a script they would be accepted and ignored. Fields that need one of

@@ -1,6 +1,7 @@
 """Texts, numbers and patterns that fields of the API are made of, and the bases of all models."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Literal, Self, TypeAlias
 
@@ -104,6 +105,22 @@ ObjectName: TypeAlias = Annotated[str, StringConstraints(pattern=DNS_SUBDOMAIN_P
 DnsLabel: TypeAlias = Annotated[str, StringConstraints(pattern=DNS_LABEL_PATTERN, min_length=1, max_length=63)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INT)]
 NonNegative: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
+
+
+@dataclass(frozen=True)
+class Supported:
+    """Mark of a field that is not supported yet, but for its default and these values; of a block, with all its fields.
+    The field's description contains it. `support` refuses other values, and so does the API server.
+    """
+
+    values: tuple[JsonValue, ...] = ()
+    """Values that are supported, in addition to the default."""
+    schemes: tuple[str, ...] = ()
+    """Supported schemes of a URI."""
+
+
+ReadUri: TypeAlias = Annotated[Uri, Supported(schemes=("hf", "file", "pkg", "pvc"))]
+"""Location of a model or of data."""
 
 
 class SpecModel(BaseModel):

@@ -1,11 +1,11 @@
 """The spec of a FineTuneJob."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from finetune_contract.choices import Task
-from finetune_operator.api.types.field_types import Image, SpecModel
+from finetune_operator.api.types.field_types import Image, SpecModel, Supported
 from finetune_operator.api.types.spec_data import DatasetSpec, ModelSpec, PreparationSpec
 from finetune_operator.api.types.spec_parallelism import ParallelismSpec
 from finetune_operator.api.types.spec_pods import RunPolicySpec, TemplateSpec
@@ -24,7 +24,7 @@ from finetune_operator.api.types.spec_results import (
     PreferenceSpec,
 )
 from finetune_operator.api.types.spec_training import ScriptSpec, TrainingSpec
-from finetune_operator.launchers.launcher_rows import TrainingLauncher, unsupported_note
+from finetune_operator.launchers.launcher_rows import TRAINING, TrainingLauncher, unsupported_note
 
 
 class FineTuneJobSpec(SpecModel):
@@ -51,7 +51,7 @@ class FineTuneJobSpec(SpecModel):
         default=ResourcesSpec.model_construct(),
         description="Nodes and devices of the job. Defaults to one node without GPUs.",
     )
-    launcher: Literal["auto", TrainingLauncher] = Field(
+    launcher: Annotated[Literal["auto", TrainingLauncher], Supported(values=("auto", *TRAINING))] = Field(
         default="auto",
         description="Kind of object that runs the training pods. Defaults to auto: the first kind that the cluster "
         "serves, else plain Jobs." + unsupported_note("not supported yet"),

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from finetune_contract.stage_pods import preparing_pods
-from finetune_operator.api.types.field_types import Auto, SpecModel, Text, Uri
+from finetune_operator.api.types.field_types import Auto, ReadUri, SpecModel, Text
 
 
 class AdapterSpec(SpecModel):
@@ -35,7 +35,7 @@ class AdapterSpec(SpecModel):
 class ModelSpec(SpecModel):
     """The model to start from."""
 
-    uri: Uri = Field(
+    uri: ReadUri = Field(
         description="Location of the model: hf://org/name, or pvc://claim/path in a cluster; without a cluster also "
         "file:///path, file://path relative to the job file's folder, and pkg://python_package/folder. s3://, "
         "gs:// and az:// are not supported yet. Required."
@@ -144,7 +144,7 @@ class ColumnsSpec(SpecModel):
 class DatasetSpec(SpecModel):
     """Rows to train, evaluate or predict on."""
 
-    uri: Uri = Field(
+    uri: ReadUri = Field(
         description="Location of the data: hf://org/name, or a folder, file or glob with any scheme. Formats: parquet,"
         " arrow, and jsonl, json, csv, tsv or txt (one row per line), the latter five also compressed as "
         ".gz, .zst, .bz2 or .xz. file://path without a third slash is relative to the job file's folder. "

@@ -12,6 +12,7 @@ from finetune_operator.api.types.field_types import (
     NonNegative,
     ObjectName,
     SpecModel,
+    Supported,
 )
 from finetune_operator.api.types.spec_resources import SecretSpec
 
@@ -91,7 +92,7 @@ class RunPolicySpec(SpecModel):
         description="Controller that manages the job, as domain/name, e.g. kueue.x-k8s.io/multikueue. Defaults to this "
         "operator.",
     )
-    queue: ObjectName | None = Field(
+    queue: Annotated[ObjectName | None, Supported()] = Field(
         default=None, description="Local queue of Kueue. Not supported yet. If unset, the job is not queued."
     )
     priority_class_name: ObjectName | None = Field(

@@ -12,6 +12,7 @@ from finetune_operator.api.types.field_types import (
     ObjectName,
     Quantity,
     SpecModel,
+    Supported,
     Text,
     Uri,
 )
@@ -79,7 +80,7 @@ class ResourcesSpec(SpecModel):
         "if NCCL does not use them; tcp: none. Defaults to auto: the devices that all nodes of the job "
         "advertise, else TCP.",
     )
-    elastic: ElasticSpec | None = Field(
+    elastic: Annotated[ElasticSpec | None, Supported()] = Field(
         default=None, description="Elastic number of nodes. Not supported yet. If unset, the number of nodes is fixed."
     )
 
@@ -87,12 +88,12 @@ class ResourcesSpec(SpecModel):
 class StorageSpec(SpecModel):
     """Storage of results and caches in a cluster."""
 
-    workspace: Uri | None = Field(
+    workspace: Annotated[Uri | None, Supported(schemes=("pvc",))] = Field(
         default=None,
         description="Claim for results, as pvc://claim; other schemes are not supported yet. If unset, the operator "
         "creates a claim.",
     )
-    cache: Uri | None = Field(
+    cache: Annotated[Uri | None, Supported(schemes=("pvc",))] = Field(
         default=None,
         description="Claim for downloads and prepared data, as pvc://claim; other schemes are not supported yet. "
         "Defaults to the workspace.",
@@ -134,7 +135,7 @@ class CheckpointsSpec(SpecModel):
     keep: Annotated[int, Field(ge=1, le=1000)] = Field(
         default=3, description="Number of checkpoints to retain. Defaults to 3."
     )
-    uri: Uri | None = Field(
+    uri: Annotated[Uri | None, Supported()] = Field(
         default=None,
         description="Location for copies of the checkpoints. Not supported yet. If unset, they are stored in the "
         "workspace only.",

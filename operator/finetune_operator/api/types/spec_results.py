@@ -15,6 +15,7 @@ from finetune_operator.api.types.field_types import (
     ObjectName,
     Quantity,
     SpecModel,
+    Supported,
     Text,
     Uri,
 )
@@ -89,7 +90,7 @@ class PredictSpec(SpecModel):
         description="Rows to predict. Defaults to the test split of dataset, or its validation split if there is no "
         "test split.",
     )
-    output: Uri | None = Field(
+    output: Annotated[Uri | None, Supported(schemes=("file", "pvc"))] = Field(
         default=None,
         description="Location of the predictions: a .jsonl or .parquet file, or a folder of parts, which ends in /; "
         "file://path is relative to the job file's folder. s3://, gs:// and az:// are not supported yet. Defaults"
@@ -205,7 +206,7 @@ class ServedAdapterSpec(SpecModel):
     name: Annotated[str, StringConstraints(pattern=ADAPTER_NAME_PATTERN, min_length=1, max_length=63)] = Field(
         description="Name in requests, in place of the model's. Required."
     )
-    uri: Uri = Field(
+    uri: Annotated[Uri, Supported(schemes=("file", "pvc"))] = Field(
         description="Folder of the adapter as peft writes it, such as adapter/ of another job's folder. pvc:// names a "
         "claim and a path in it, file:// a path on this machine; other schemes are not supported yet. Required."
     )

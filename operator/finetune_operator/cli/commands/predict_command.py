@@ -143,7 +143,7 @@ def _run(job_text: str, out: Path, *, restart: bool, verbose: bool) -> None:
     from finetune_operator.api.settings import LOCAL_SETTINGS
     from finetune_operator.cli.commands.run_command import refusals_reported, show_failure
     from finetune_operator.cli.commands.steps import checked_jobs, refuse_absent
-    from finetune_operator.cli.local_run import RunRequest
+    from finetune_operator.cli.local_request import RunRequest
     from finetune_operator.cli.local_run import run as run_locally
     from finetune_operator.cli.workspace import finished
 

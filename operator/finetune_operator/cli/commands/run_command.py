@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from finetune_operator.api.settings import Settings
     from finetune_operator.api.types import FailureStatus
     from finetune_operator.cli.job_files import JobEntry
-    from finetune_operator.cli.local_run import RunRequest, RunResult
+    from finetune_operator.cli.local_request import RunRequest, RunResult
     from finetune_operator.planning.plan_types import JobPlan
 
 Resume: TypeAlias = Annotated[
@@ -90,7 +90,8 @@ def run(
     limits = settings_of(settings, cluster=False)
     entry = _entry_to_run(names, name, limits, output)
 
-    from finetune_operator.cli.local_run import RunRequest, planned_run
+    from finetune_operator.cli.local_request import RunRequest
+    from finetune_operator.cli.local_run import planned_run
     from finetune_operator.cli.local_run import run as run_locally
 
     options = _options_again(workspace, name, settings, measure)
@@ -143,7 +144,7 @@ def _options_again(workspace: Path, name: str | None, settings: Path | None, mea
 
 def _show_result(request: RunRequest, result: RunResult, output: Output, resume_command: str) -> None:
     """Print the results, why a stage failed, or how to go on where the run was stopped."""
-    from finetune_operator.cli.local_run import result_data
+    from finetune_operator.cli.local_request import result_data
 
     data = result_data(request, result)
     if output is not Output.TEXT:
@@ -168,7 +169,7 @@ def refusals_reported(request: RunRequest, entry: JobEntry, output: Output, hint
     results of a different job.
     """
     from finetune_operator.cli.commands.steps import refuse_plan
-    from finetune_operator.cli.local_run import CannotRunError
+    from finetune_operator.cli.local_request import CannotRunError
     from finetune_operator.cli.workspace import BusyError, DifferentJobError, UnusableWorkspaceError
     from finetune_operator.planning.plan_types import PlanRefused
 

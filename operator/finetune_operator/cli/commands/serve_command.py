@@ -81,25 +81,26 @@ def serve(
     with tempfile.TemporaryDirectory(prefix="finetune-serve-") as folder:
         named = named_adapters(adapter or ())
         alone = adapter_folder(model) if is_adapter(model) else None
-        if base is not None and alone is None:
-            raise UsageError(f"--base: {model} is no folder of an adapter; omit --base")
-        if alone is None:
-            job, workspace = _job_of(model, task or next((one.task for one in named if one.task), None), Path(folder))
-        else:
+        if alone is not None:
             job, workspace = _job_of_base(alone, base, task), Path(folder)
+        else:
+            job, workspace = _job_of(model, task, base, named, Path(folder))
         job = _with_serving(job, optimization, batch_tokens, [*([] if alone is None else [alone]), *named], alone)
-        file = Path(folder) / "serve.json"
-        file.write_text(job.to_json(), encoding="utf-8")
-        raise typer.Exit(_run(job, file, workspace, host, port))
+        raise typer.Exit(_run(job, Path(folder) / "serve.json", workspace, host, port))
 
 
-def _job_of(model: str, task: str | None, folder: Path) -> tuple[TrainerJob, Path]:
-    """Return the job of the named model, and its workspace."""
+def _job_of(
+    model: str, task: str | None, base: str | None, adapters: Sequence[AdapterFolder], folder: Path
+) -> tuple[TrainerJob, Path]:
+    """Return the job of the named model, and its workspace. The adapters name its task if nothing else does."""
     from pydantic import ValidationError
 
     from finetune_contract.layout import JobPaths
     from finetune_contract.trainer_job import TrainerJob
 
+    if base is not None:
+        raise UsageError(f"--base: {model} is no folder of an adapter; omit --base")
+    task = task or next((adapter.task for adapter in adapters if adapter.task), None)
     run = None if "://" in model else JobPaths(Path(model).expanduser().resolve())
     if run is not None and run.job.is_file():
         try:
@@ -191,6 +192,7 @@ def _run(job: TrainerJob, file: Path, workspace: Path, host: str, port: int) -> 
         raise UsageError(
             "serve requires the package finetune-trainer in this environment: pip install 'finetune-trainer[serve]'"
         )
+    file.write_text(job.to_json(), encoding="utf-8")
     command = [sys.executable, "-m", TRAINER, "serve", "--job", str(file), "--workspace", str(workspace)]
     environment = {"OMP_NUM_THREADS": str(usable_cores()), **os.environ, "DS_ACCELERATOR": "cpu"}
     # A session of its own: a terminal's Ctrl-C comes to this command, which has the server drain.

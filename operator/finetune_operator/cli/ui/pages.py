@@ -89,13 +89,9 @@ def _environment() -> jinja2.Environment:
 class Pages:
     """Renderer of the pages of one workspace and, if there is one, of a cluster."""
 
-    def __init__(
-        self, workspace: Workspace, jobs: ClusterJobs | None, program: str = "finetune", flags: str = ""
-    ) -> None:
+    def __init__(self, workspace: Workspace, jobs: ClusterJobs | None) -> None:
         self._workspace = workspace
         self._jobs = jobs
-        self._program = program
-        self._flags = flags
         self._templates = _environment()
 
     def index(self) -> Page:
@@ -265,7 +261,7 @@ class Pages:
             "details": True,
             "notes": details.notes,
             "lines": [line[:LINE_CHARACTERS] for line in lines[-RUN_LOG_LINES:]],
-            "commands": next_commands(job, self._program, self._flags),
+            "commands": next_commands(job, "finetune", ""),
         }
 
     def _cluster_list(self, now: datetime) -> dict[str, Any] | None:

@@ -158,7 +158,7 @@ def read_run(root: Path, name: str, running: bool) -> Run:
         stages=tuple(
             StageRow(
                 stage.value,
-                _stage_state(stage, stage in finished, stage is current, stage in started_stages, state),
+                _stage_state(stage in finished, stage is current, stage in started_stages, state),
                 finished[stage].seconds if stage in finished else None,
             )
             for stage in planned
@@ -184,7 +184,7 @@ def _current(root: Path, open_stages: Sequence[Stage], failure: FailureStatus | 
 
 
 def _stage_state(
-    stage: Stage, done: bool, current: bool, started_stages: bool, run: RunState
+    done: bool, current: bool, started_stages: bool, run: RunState
 ) -> Literal["done", "running", "failed", "stopped", "waiting"]:
     if done:
         return "done"

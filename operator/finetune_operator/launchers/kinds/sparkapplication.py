@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from pydantic import JsonValue
 
+from finetune_contract.byte_text import MIB
 from finetune_contract.choices import Stage
 from finetune_operator.api.objects import Raw, RawCondition, Time
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.launchers.kinds.launcher_status import PodTemplate, Verdict
-from finetune_operator.planning.host_memory import MIB
 from finetune_operator.rendering.manifests import metadata
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME, Pod, Resources
 from finetune_operator.rendering.render_types import ATTEMPT_LABEL, MANAGED_BY, STAGE_LABEL, Manifest

@@ -62,12 +62,13 @@ class FourBitRung:
 
     def prepare(self, model: PreTrainedModel, sample: Sequence[Batch], folder: Path) -> ForwardPass:
         """Return a copy of the model with quantized layers; NotAvailable for a layer that cannot be packed."""
-        from finetune_trainer.four_bits import FourBitLinear, computing_dtype, odd_weights
+        from finetune_trainer.device_units import TORCH_TYPES
+        from finetune_trainer.four_bits import FourBitLinear, odd_weights
 
         odd = [name for name, layer in _layers(model).items() if odd_weights(layer)]
         if odd:
             raise NotAvailable(f"{odd[0]} has a number of weights that cannot be packed, 8 to a number")
-        computed_in = computing_dtype(_four_bit_precision(model))
+        computed_in = TORCH_TYPES[_four_bit_precision(model)]
         return _copied(model, lambda layer: FourBitLinear(cast(Any, layer), computed_in))
 
 

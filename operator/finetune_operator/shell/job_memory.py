@@ -1,0 +1,36 @@
+"""State of a job that the operator keeps between reconciles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from finetune_operator.reconcile.reconcile_types import AutoscalerView, Refusal, RouteView
+from finetune_operator.shell.server_reading import ServerMemory
+
+
+@dataclass
+class JobMemory:
+    """State of one job that is remembered between reconciles, and may be lost."""
+
+    uid: str
+    refusals: tuple[Refusal, ...] = ()
+    """Refusals of the last reconcile, until one that knew of them has been carried out."""
+    logs: dict[str, str] = field(default_factory=dict)
+    """Log tails by pod; read once."""
+    last_logs: dict[str, str] = field(default_factory=dict)
+    """Log tails by pod, read when its deletion began."""
+    autoscaler: AutoscalerView | None = None
+    autoscaler_read: float = float("-inf")
+    """Time when the endpoint's autoscaler was read, on the monotonic clock."""
+    route: RouteView | None = None
+    route_read: float = float("-inf")
+    """Time when the endpoint's HTTPRoute was read, likewise."""
+    servers: ServerMemory = field(default_factory=ServerMemory)
+    queued: set[tuple[str, str, str]] = field(default_factory=set)
+    """Events that were queued: version of the job that they were decided at, reason, message."""
+    progress_written: float = float("-inf")
+    """Time when the status was written last, on the monotonic clock."""
+    checked_update: float = float("-inf")
+    """Time of the last update after which the attempt was read again already."""
+    failures: int = 0
+    """Reconciles in a row that ended in an error."""
