@@ -155,7 +155,7 @@ class RungInUse:
         sample, remaining = self._sampled(self._sample_rows)[0], self._remaining(self._sample_rows)
         if self.request.metric_tolerance is not None:
             sample = replace(sample, metrics=self._judge())
-        chosen = choose(self.request, self.answerer.model, sample, remaining, self._folder, self.machine)
+        chosen = choose(self.request, self.answerer.model, sample, remaining, self._folder, self.machine, self.workers)
         for row in chosen.table.rungs:
             log.info("%s", _result_line(row.name, row.rows_per_second, row.agreement, row.why))
         if any(row.name != "none" and row.rows_per_second for row in chosen.table.rungs):
@@ -228,6 +228,7 @@ class RungInUse:
             {
                 "machine": asdict(self.machine or Machine.here()),
                 "threads": torch.get_num_threads(),
+                "several_workers": self.workers > 1,
                 "torch": torch.__version__,
                 "batch_tokens": means.batch_tokens,
                 "max_length": self.answerer.encoder.coding.max_length,
