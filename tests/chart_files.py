@@ -86,6 +86,10 @@ FORMS: dict[str, Schema] = {
     "trainer.image.repository": {"type": "string", "pattern": REPOSITORY},
     "trainer.image.tag": TAG,
     "trainer.image.digest": DIGEST,
+    "vllm.image.registry": REGISTRY,
+    "vllm.image.repository": {"type": "string", "pattern": REPOSITORY},
+    "vllm.image.tag": TAG | {"minLength": 1},
+    "vllm.image.digest": DIGEST,
     "watchNamespaces": listed({"type": "string", "pattern": LABEL, "maxLength": 63}) | {"uniqueItems": True},
     "replicas": NATURAL,
     "log.format": one_of("json", "text"),
@@ -160,7 +164,9 @@ FORMS: dict[str, Schema] = {
 }
 """Schemas that the defaults do not show, by the path of the value."""
 
-DECIDED_ELSEWHERE = {"namespaces": "watchNamespaces", "defaults.image": "trainer.image"}
+DECIDED_ELSEWHERE = {
+    "namespaces": "watchNamespaces", "defaults.image": "trainer.image", "defaults.vllmImage": "vllm.image",
+}  # fmt: skip
 """Settings that other values decide, so that there is no second owner."""
 
 
@@ -307,8 +313,9 @@ AWS, Google Cloud, Azure and Karpenter.
 - Names of objects are fixed and do not depend on the release, as jobs and replicas find the operator by them. Install
   one release per namespace.
 - Unknown and invalid values are rejected before anything changes (`values.schema.json`).
-- `settings` contains the [operator's settings](../../docs/settings.md), except `namespaces` and `defaults.image`, which
-  `watchNamespaces` and `trainer.image` set. The operator restarts when they change.
+- `settings` contains the [operator's settings](../../docs/settings.md), except `namespaces`, `defaults.image` and
+  `defaults.vllmImage`, which `watchNamespaces`, `trainer.image` and `vllm.image` set. The operator restarts when they
+  change.
 
 ## Values
 

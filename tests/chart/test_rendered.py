@@ -24,6 +24,7 @@ from chart_rendering import (
     without_tests,
 )
 from finetune_operator.api.crd import crd
+from finetune_operator.api.settings import VLLM_IMAGE
 from finetune_operator.api.settings_check import check_settings
 from finetune_operator.cli.images import pulled_images, read_values
 from finetune_operator.documents import read_documents
@@ -235,6 +236,18 @@ def test_an_image_is_named_by(case: str) -> None:
     assert settings_of(trainer).defaults.image == image.replace("operator", "trainer")
 
 
+@pytest.mark.parametrize(
+    ("values", "image"),
+    [
+        pytest.param({}, VLLM_IMAGE, id="nothing"),
+        pytest.param({"global": {"imageRegistry": "b.example.com:5000"}}, f"b.example.com:5000/{VLLM_IMAGE}", id="all"),
+        pytest.param({"vllm": {"image": {"tag": "v1"}}}, "vllm/vllm-openai:v1", id="a tag"),
+    ],
+)
+def test_image_of_vllm_is_named_by(values: Object, image: str) -> None:
+    assert settings_of(render(values)).defaults.vllm_image == image
+
+
 # ----------------------------------------------------------------------------------------------------------- namespaces
 
 
@@ -436,6 +449,7 @@ def test_the_set_of_everything_leaves_few_values_out() -> None:
         "watchNamespaces", "rbac.create", "rbac.tokenReview", "rbac.nodes", "serviceAccount.create", "crds.install",
         "tests.enabled",
         "podDisruptionBudget.enabled", "networkPolicy.enabled", "trainer.image.registry", "trainer.image.digest",
+        "vllm.image.registry", "vllm.image.digest",
         "webhook.certManager.enabled", "webhook.certManager.issuerRef",
     }  # fmt: skip
 
@@ -572,4 +586,5 @@ def test_the_images_are_those_that_finetune_images_lists(name: str) -> None:
     pods += [each["spec"]["template"]["spec"] for each in found if each["kind"] == "Deployment"]
     pulled = {container["image"] for pod in pods for container in pod["containers"]}
     listed = pulled_images(read_values(Path(__file__).parent / "values" / f"{name}.yaml"))
-    assert {each.target for each in listed} == pulled | {settings_of(found).defaults.image}
+    defaults = settings_of(found).defaults
+    assert {each.target for each in listed} == pulled | {defaults.image, defaults.vllm_image}

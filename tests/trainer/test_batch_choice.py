@@ -48,7 +48,7 @@ def test_new_speed_replaces_the_old_one() -> None:
         pytest.param([(100, 0.01), (200, 0.04)], (0, 0.00018), id="small ones cost less than nothing"),
     ],
 )
-def test_no_part_is_below_zero(batches: list[tuple[int, float]], parts: tuple[float, float]) -> None:
+def test_no_part_is_negative(batches: list[tuple[int, float]], parts: tuple[float, float]) -> None:
     assert BatchCost(batches).parts == pytest.approx(parts)
 
 

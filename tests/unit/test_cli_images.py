@@ -35,7 +35,9 @@ def images(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_without_anything_they_are_those_of_the_manifests(tmp_path: Path) -> None:
     ran = images(folder=tmp_path)
-    assert (ran.returncode, ran.stdout) == (0, "finetune-operator:0.1.0\nfinetune-trainer:0.1.0\n")
+    assert (ran.returncode, ran.stdout) == (
+        0, "finetune-operator:0.1.0\nfinetune-trainer:0.1.0\nvllm/vllm-openai:v0.33.0\n",
+    )  # fmt: skip
     assert ran.stderr == GLOB_NOTE
 
 
@@ -44,11 +46,13 @@ def test_each_line_with_a_registry_has_source_and_target(tmp_path: Path) -> None
     assert ran.stdout.splitlines() == [
         "finetune-operator:0.1.0 registry.example.com/mirror/finetune-operator:0.1.0",
         "finetune-trainer:0.1.0 registry.example.com/mirror/finetune-trainer:0.1.0",
+        "vllm/vllm-openai:v0.33.0 registry.example.com/mirror/vllm/vllm-openai:v0.33.0",
     ]
 
 
 def test_settings_and_job_files_add_theirs_and_each_image_comes_once(tmp_path: Path) -> None:
-    settings = {"defaults": {"image": "t.example.com/trainer:1"}, "images": ["t.example.com/*", JOB["spec"]["image"]]}
+    defaults = {"image": "t.example.com/trainer:1", "vllmImage": "t.example.com/vllm:1"}
+    settings = {"defaults": defaults, "images": ["t.example.com/*", JOB["spec"]["image"]]}
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(JOB))
     ran = images("-f", "job.yaml", "--settings", "settings.yaml", "-o", "json", folder=tmp_path)
@@ -56,6 +60,7 @@ def test_settings_and_job_files_add_theirs_and_each_image_comes_once(tmp_path: P
         "images": [
             {"image": "finetune-operator:0.1.0", "usedBy": ["operator"]},
             {"image": "t.example.com/trainer:1", "usedBy": ["jobs that name no image"]},
+            {"image": "t.example.com/vllm:1", "usedBy": ["endpoints with optimization vllm"]},
             {"image": "ghcr.example.com/team/trainer:2", "usedBy": ["images in the settings", "job first"]},
         ]
     }
@@ -66,6 +71,7 @@ def test_values_of_the_chart_name_images_as_the_chart_does(tmp_path: Path) -> No
         "global": {"imageRegistry": "registry.example.com"},
         "image": {"registry": "ghcr.example.com/", "repository": "ml/finetune-operator", "digest": DIGEST},
         "trainer": {"image": {"tag": "1-cpu"}},
+        "vllm": {"image": {"registry": "quay.example.com", "tag": "v1"}},
         "settings": {"images": ["registry.example.com/*"]},
         "replicas": 3,
     }
@@ -81,6 +87,11 @@ def test_values_of_the_chart_name_images_as_the_chart_does(tmp_path: Path) -> No
                 "image": "finetune-trainer:1-cpu",
                 "target": "registry.example.com/finetune-trainer:1-cpu",
                 "usedBy": ["jobs that name no image"],
+            },
+            {
+                "image": "quay.example.com/vllm/vllm-openai:v1",
+                "target": "registry.example.com/vllm/vllm-openai:v1",
+                "usedBy": ["endpoints with optimization vllm"],
             },
         ]
     }

@@ -84,7 +84,7 @@ HINTS: tuple[tuple[str, dict[str, Any], str, str], ...] = (
      "leave it out: a temperature above 0 samples"),
     ("serving", {"serving": {"replicas": 2}}, "serving", "did you mean endpoint?"),
     ("engine", {"endpoint": {"runtime": "vllm"}}, "endpoint.runtime",
-     "write auto (the operator's own server answers requests)"),
+     "set spec.endpoint.runtime to auto and spec.endpoint.optimization to vllm"),
     ("GPU", {"endpoint": {"resources": {"limits": {"nvidia.com/gpu": 1}}}}, "endpoint.resources.limits",
      "set spec.resources.gpusPerNode to 1"),
     ("claim", {"output": "pvc://results/run1"}, "output", "set spec.storage.workspace to pvc://results"),

@@ -42,6 +42,30 @@ def test_requests_to_the_model_are_counted_and_no_others() -> None:
     assert request_counts(found.text().decode()) == RequestCounts(requests=7, errors=3, seconds=3.5)
 
 
+VLLM_METRICS = """\
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="chat"} 3.0
+# TYPE vllm:request_success_total counter
+vllm:request_success_total{engine="0",finished_reason="stop",model_name="chat"} 20.0
+vllm:request_success_total{engine="0",finished_reason="length",model_name="chat"} 5.0
+vllm:request_success_total{engine="0",finished_reason="abort",model_name="chat"} 2.0
+vllm:request_success_total{engine="0",finished_reason="error",model_name="chat"} 1.0
+# TYPE vllm:admission_rejections_total counter
+vllm:admission_rejections_total{model_name="chat",reason="max_num_queued_reqs"} 4.0
+vllm:admission_rejections_total{model_name="chat",reason="max_num_queued_tokens"} 0.0
+# TYPE vllm:e2e_request_latency_seconds histogram
+vllm:e2e_request_latency_seconds_bucket{engine="0",le="+Inf",model_name="chat"} 28.0
+vllm:e2e_request_latency_seconds_count{engine="0",model_name="chat"} 28.0
+vllm:e2e_request_latency_seconds_sum{engine="0",model_name="chat"} 42.5
+# TYPE http_requests_total counter
+http_requests_total{handler="/v1/completions",method="POST",status="2xx"} 28.0
+"""
+
+
+def test_requests_to_vllm_are_counted_with_those_that_it_refused() -> None:
+    assert request_counts(VLLM_METRICS) == RequestCounts(requests=32, errors=5, seconds=42.5)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -129,7 +153,7 @@ async def stuck() -> web.Response:
         pytest.param(lambda: web.Response(status=404), "/metrics answered 404", id="no metrics"),
         pytest.param(lambda: web.Response(status=302, headers={"Location": "/x"}), "answered 302", id="redirect"),
         pytest.param(
-            lambda: web.Response(body=b"x" * (MOST_BYTES + 1)), "is larger than 131,072 bytes", id="too large"
+            lambda: web.Response(body=b"x" * (MOST_BYTES + 1)), "is larger than 524,288 bytes", id="too large"
         ),
         pytest.param(lambda: web.Response(body=b"\xff"), "not in the format of Prometheus", id="no text"),
         pytest.param(stuck, "no answer within", id="stuck"),

@@ -51,7 +51,8 @@ annotations:
 {{- define "finetune-operator.settings" -}}
 {{- $settings := deepCopy .Values.settings -}}
 {{- $image := include "finetune-operator.image" (dict "root" . "image" .Values.trainer.image) -}}
-{{- $_ := set $settings "defaults" (merge (dict "image" $image) ($settings.defaults | default dict)) -}}
+{{- $vllm := include "finetune-operator.image" (dict "root" . "image" .Values.vllm.image) -}}
+{{- $_ := set $settings "defaults" (merge (dict "image" $image "vllmImage" $vllm) ($settings.defaults | default dict)) -}}
 {{- if .Values.watchNamespaces -}}
 {{- $_ := set $settings "namespaces" .Values.watchNamespaces -}}
 {{- if not .Values.rbac.tokenReview -}}

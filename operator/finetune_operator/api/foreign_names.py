@@ -1250,6 +1250,13 @@ NAMES: tuple[ForeignName, ...] = (
         under=("endpoint",),
     ),
     ForeignName(
+        ("max_lora_rank", "max_rank"), EVERYBODY, "spec.endpoint.maxAdapterRank", under=("endpoint",),
+    ),
+    ForeignName(
+        ("gpu_memory_utilization", "max_model_len", "tensor_parallel_size", "max_loras"), EVERYBODY, None,
+        "leave it out: the operator sets the options of vLLM's servers", under=("endpoint",),
+    ),
+    ForeignName(
         ("timeout", "latency", "max_latency", "max_batch_delay"), EVERYBODY, "spec.endpoint.maxLatencyMilliseconds",
         "in milliseconds", under=("endpoint",),
     ),
@@ -1472,9 +1479,11 @@ VALUES: tuple[ForeignValue, ...] = (
     ForeignValue("spec.resources.network", ("nccl", "any"), KUBERNETES, {"spec.resources.network": "auto"}),
     ForeignValue("spec.predict.format", ("csv", "json", "ndjson", "jsonlines", "json-lines", "tsv"), HF,
                  {"spec.predict.format": "jsonl"}, "predictions are JSON Lines or Parquet"),
+    ForeignValue("spec.endpoint.runtime", ("vllm",), KUBERNETES,
+                 {"spec.endpoint.runtime": "auto", "spec.endpoint.optimization": "vllm"}),
     ForeignValue(
         "spec.endpoint.runtime",
-        ("vllm", "tgi", "triton", "torchserve", "sglang", "ollama", "text-generation-inference"),
+        ("tgi", "triton", "torchserve", "sglang", "ollama", "text-generation-inference"),
         KUBERNETES, {"spec.endpoint.runtime": "auto"}, "the operator's own server answers requests",
     ),
     ForeignValue("spec.endpoint.runtime", ("kubernetes", "k8s", "pods"), KUBERNETES,

@@ -32,6 +32,9 @@ TRAINER_IMAGE = "finetune-trainer:0.1.0"
 OPERATOR_IMAGE = "finetune-operator:0.1.0"
 """Name and tag of the operator image, which the manifests and the chart install."""
 
+VLLM_IMAGE = "vllm/vllm-openai:v0.33.0"
+"""vLLM's own image of its OpenAI-compatible server, by the version whose options `rendering/vllm_server.py` writes."""
+
 CLUSTER_SCHEMES: tuple[Scheme, ...] = ("hf", "s3", "gs", "az", "pvc")
 """Schemes for a cluster. `file` and `pkg` name data on the machine that runs the job: in a cluster that is a pod, where
 they mean nothing.
@@ -55,6 +58,9 @@ class Defaults(SpecModel):
     """Defaults of jobs."""
 
     image: Image = Field(default=TRAINER_IMAGE, description="Trainer image of jobs without an image of their own.")
+    vllm_image: Image = Field(
+        default=VLLM_IMAGE, description="Image of the servers of endpoints with optimization vllm."
+    )
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
         default=None, description="Pull policy of the image. Defaults to Kubernetes' own default."
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from finetune_operator.api.settings import OPERATOR_IMAGE, TRAINER_IMAGE, Settings
+from finetune_operator.api.settings import OPERATOR_IMAGE, TRAINER_IMAGE, VLLM_IMAGE, Settings
 from finetune_operator.api.settings_check import check_settings
 from finetune_operator.cli.console import UsageError, described
 from finetune_operator.cli.job_files import JobEntry
@@ -22,6 +22,7 @@ from finetune_operator.input_file import UnreadableFileError, read_input
 
 OPERATOR_REPOSITORY, _, VERSION = OPERATOR_IMAGE.partition(":")
 TRAINER_REPOSITORY = TRAINER_IMAGE.partition(":")[0]
+VLLM_REPOSITORY, _, VLLM_TAG = VLLM_IMAGE.partition(":")
 _WILD = re.compile(r"[*?[]")
 _HOST = re.compile(r"^(localhost|[^/]*[.:][^/]*)/")
 """Registry in the first part of a name, recognised as by container engines: by its dot or port."""
@@ -41,10 +42,10 @@ class ImageValues(_Values):
     tag: str = ""
     digest: str = ""
 
-    def reference(self, repository: str) -> str:
-        """Return the reference that the chart writes, without a global registry."""
+    def reference(self, repository: str, usual_tag: str = VERSION) -> str:
+        """Return the reference that the chart writes, without a global registry; `usual_tag`: tag in place of none."""
         host = f"{self.registry.rstrip('/')}/" if self.registry else ""
-        tag = f":{self.tag or VERSION}" if self.tag or not self.digest else ""
+        tag = f":{self.tag or usual_tag}" if self.tag or not self.digest else ""
         return f"{host}{self.repository or repository}{tag}{f'@{self.digest}' if self.digest else ''}"
 
 
@@ -54,8 +55,8 @@ class GlobalValues(_Values):
     image_registry: str = Field(default="", alias="imageRegistry")
 
 
-class TrainerValues(_Values):
-    """Values of the image that runs the stages."""
+class ProgramValues(_Values):
+    """Values of an image that jobs run: the trainer, or vLLM."""
 
     image: ImageValues = ImageValues()
 
@@ -65,7 +66,8 @@ class ChartValues(_Values):
 
     shared: GlobalValues = Field(default=GlobalValues(), alias="global")
     image: ImageValues = ImageValues()
-    trainer: TrainerValues = TrainerValues()
+    trainer: ProgramValues = ProgramValues()
+    vllm: ProgramValues = ProgramValues()
     settings: dict[str, JsonValue] = {}
 
     @property
@@ -82,6 +84,8 @@ class Installation:
     operator: str
     trainer: str
     """Trainer image of jobs that name none."""
+    vllm: str
+    """Image of the servers of endpoints with optimization vllm."""
     settings: Settings
     registry: str = ""
     """Global registry, perhaps with a path; empty: each image's own."""
@@ -115,12 +119,14 @@ def read_values(file: Path) -> Installation:
         path = ".".join(str(part) for part in wrong["loc"])
         raise UsageError(f"--values: {file}: {path}: {wrong['msg']}") from error
     registry, trainer = values.shared.image_registry, values.trainer.image.reference(TRAINER_REPOSITORY)
+    vllm = values.vllm.image.reference(VLLM_REPOSITORY, VLLM_TAG)
     # As the chart writes them: the settings allow images by their pulled names.
-    written = {**values.settings, "defaults": {**values.defaults, "image": moved(trainer, registry)}}
+    ours: dict[str, JsonValue] = {"image": moved(trainer, registry), "vllmImage": moved(vllm, registry)}
+    written = {**values.settings, "defaults": {**values.defaults, **ours}}
     settings, problems = check_settings(written)
     if settings is None:
         raise UsageError("; ".join(f"--values: {described(problem, f'{file}: settings')}" for problem in problems))
-    return Installation(values.image.reference(OPERATOR_REPOSITORY), trainer, settings, registry)
+    return Installation(values.image.reference(OPERATOR_REPOSITORY), trainer, vllm, settings, registry)
 
 
 def pulled_images(installation: Installation, jobs: Iterable[JobEntry] = ()) -> tuple[PulledImage, ...]:
@@ -151,6 +157,7 @@ def moved(image: str, registry: str) -> str:
 def _found(installation: Installation, jobs: Iterable[JobEntry]) -> Iterator[tuple[str, str]]:
     yield installation.operator, "operator"
     yield installation.trainer, "jobs that name no image"
+    yield installation.vllm, "endpoints with optimization vllm"
     for image in installation.settings.images:
         if not _WILD.search(image):
             yield image, "images in the settings"

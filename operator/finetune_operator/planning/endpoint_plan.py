@@ -1,7 +1,7 @@
 """Servers of the endpoint: their number, resources and serving options.
 
 A server is one process with the whole model on its device, as in evaluation and prediction; inference.py refuses a
-model that needs several devices.
+model that needs several devices. vLLM's own server is planned in vllm_plan.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from finetune_operator.planning.endpoint_runtime import choose_runtime
 from finetune_operator.planning.gpu_nodes import gpu_resource
 from finetune_operator.planning.host_memory import inference_bytes, memory_request
 from finetune_operator.planning.inference import inference_tokens
-from finetune_operator.planning.plan_types import Servers
+from finetune_operator.planning.plan_types import Servers, VllmServer
+from finetune_operator.planning.vllm_plan import by_vllm, choose_vllm, host_memory_bytes
 
 USUAL_CORES = 2
 """CPU request of one server: more servers answer more requests than larger servers do."""
@@ -41,9 +42,10 @@ def choose_servers(draft: Draft) -> Draft:
         return draft
     draft = _choose_optimization(draft, endpoint)
     draft = _checked_adapters(draft, endpoint)
+    draft, vllm = choose_vllm(draft, endpoint)
     draft, runtime, why = choose_runtime(draft, endpoint)
-    requests, limits, threads = _takes(draft, endpoint)
-    cost = _cost_per_hour(draft, endpoint.replicas)
+    requests, limits, threads = _takes(draft, endpoint, vllm)
+    cost = _cost_per_hour(draft, endpoint.replicas, 1 if vllm is None else vllm.gpus)
     most = max(endpoint.replicas, endpoint.max_replicas or 0)
     target = endpoint.target_requests_in_flight if draft.inputs.facts.custom_metrics else None
     servers = Servers(
@@ -55,6 +57,7 @@ def choose_servers(draft: Draft) -> Draft:
         limits=limits,
         ceilings=_ceilings(requests, limits) if runtime == "kserve" else {},
         threads=threads,
+        vllm=vllm,
         cost_per_hour=cost,
         currency=None if cost is None else draft.settings.currency,
     )
@@ -73,6 +76,8 @@ def _choose_optimization(draft: Draft, endpoint: EndpointSpec) -> Draft:
     """Choose the servers' optimization; `auto` becomes `measured` if there are alternatives to measure."""
     asked, on_cpu = endpoint.optimization, draft.inference_device == "cpu"
     if asked == "none":
+        return draft
+    if asked == "vllm":
         return draft
     if asked != "auto" and not on_cpu:
         return draft.refusing(
@@ -122,18 +127,19 @@ def _checked_adapters(draft: Draft, endpoint: EndpointSpec) -> Draft:
     )
 
 
-def _takes(draft: Draft, endpoint: EndpointSpec) -> tuple[dict[str, str], dict[str, str], int]:
+def _takes(draft: Draft, endpoint: EndpointSpec, vllm: VllmServer | None) -> tuple[dict[str, str], dict[str, str], int]:
     """Return requests, limits and threads of one server."""
     asked = endpoint.resources
     given = {"cpu": asked.cpu, "memory": asked.memory}
     limits = {name: text for name, text in given.items() if text is not None}
-    cores = min(USUAL_CORES, draft.hardware.cpu_cores)
+    cores = min(USUAL_CORES + (0 if vllm is None else vllm.gpus), draft.hardware.cpu_cores)
     if asked.cpu is not None:
         cores = max(1, math.ceil(parse_quantity(asked.cpu)))
     adapters = len(endpoint.adapters) * (4 * draft.model.parameters // ADAPTER_PART)
-    usual = {"cpu": str(cores), "memory": memory_request(inference_bytes(draft.model.parameters) + adapters)}
+    process = inference_bytes(draft.model.parameters) if vllm is None else host_memory_bytes(vllm)
+    usual = {"cpu": str(cores), "memory": memory_request(process + adapters)}
     if draft.inference_device == "cuda":
-        limits[gpu_resource(draft.spec, draft.settings.defaults)] = "1"
+        limits[gpu_resource(draft.spec, draft.settings.defaults)] = "1" if vllm is None else str(vllm.gpus)
     return {name: text for name, text in usual.items() if name not in limits}, limits, cores
 
 
@@ -145,23 +151,23 @@ def _ceilings(requests: dict[str, str], limits: dict[str, str]) -> dict[str, str
     return found
 
 
-def _cost_per_hour(draft: Draft, replicas: int) -> float | None:
-    """Return the hourly cost: a node without GPUs for each server, or one GPU's share of a node."""
+def _cost_per_hour(draft: Draft, replicas: int, server_gpus: int) -> float | None:
+    """Return the hourly cost: a node without GPUs for each server, or its GPUs' share of a node."""
     settings, gpus = draft.settings, draft.gpus_per_node
     if draft.inference_device == "cpu":
         price, share = find_price(settings, "cpu", 0), 1.0
     else:
         product = decided(draft.hardware.gpu).product
-        price, share = find_price(settings, product, 1), 1.0
-        if price is None and gpus > 1:
-            price, share = find_price(settings, product, gpus), 1 / gpus
+        price, share = find_price(settings, product, server_gpus), 1.0
+        if price is None and gpus > server_gpus:
+            price, share = find_price(settings, product, gpus), server_gpus / gpus
     return None if price is None else price.per_hour * share * replicas
 
 
 def serving_order(draft: Draft) -> Serving | None:
-    """Return the trainer's serving options; None without the stage serve."""
+    """Return the trainer's serving options; None without the stage serve, or if vLLM serves."""
     endpoint = draft.spec.endpoint
-    if endpoint is None or Stage.SERVE not in draft.stages:
+    if endpoint is None or Stage.SERVE not in draft.stages or by_vllm(draft):
         return None
     return Serving(
         model_name=draft.job.name,

@@ -42,6 +42,7 @@ from finetune_operator.planning.host_memory import inference_bytes as host_bytes
 from finetune_operator.planning.host_memory import memory_request
 from finetune_operator.planning.memory import inference_bytes
 from finetune_operator.planning.model_parallel_plan import shared_counts
+from finetune_operator.planning.vllm_plan import by_vllm, check_vllm_memory
 
 GPU_BATCH_TOKENS = 16_384
 """Padded tokens of one inference batch: enough to fill any GPU of the table, and below 1 GB of activations up to 2,048
@@ -94,8 +95,8 @@ def choose_inference(draft: Draft) -> Draft:
     """
     if not {Stage.EVALUATE, Stage.PREDICT, Stage.SERVE} & set(draft.stages):
         return draft
-    need = _need(draft)
-    if need.fits(wide=True):
+    draft, need = _as_vllm_computes(draft), _need(draft)
+    if need.fits(wide=draft.inference.precision == "fp32"):
         return draft
     several = _pod_devices(draft) if {Stage.EVALUATE, Stage.PREDICT} & set(draft.stages) else 1
     spread = devices_of_model(lambda count: _need(draft, count).fits(), several)
@@ -121,6 +122,18 @@ def choose_inference(draft: Draft) -> Draft:
     return replace(draft, stages=left).because(
         f"no evaluation at the end: {need.rule(draft)}; the training measures its loss"
     )
+
+
+def _as_vllm_computes(draft: Draft) -> Draft:
+    """Choose bf16 for all inference of a job that vLLM serves, so that the evaluated model is the served one."""
+    gpu = draft.hardware.gpu
+    if not by_vllm(draft) or draft.inference_device == "cpu" or gpu is None or not gpu.bf16:
+        return draft
+    draft = draft.with_inference(precision="bf16")
+    stages = [name for name in (Stage.EVALUATE, Stage.PREDICT) if name in draft.stages]
+    if not stages:
+        return draft
+    return draft.because(f"{' and '.join(stages)} in bf16, as the vLLM servers compute")
 
 
 def choose_workers(draft: Draft) -> Draft:
@@ -408,6 +421,9 @@ def check_inference(draft: Draft) -> Draft:
     if not paths or not _is_known(draft):
         return draft
     for path in paths:
+        if path == "endpoint" and by_vllm(draft):
+            draft = check_vllm_memory(draft)
+            continue
         if path == "endpoint" and draft.inference_device == "cpu" and _own_memory(draft):
             draft = _check_server_memory(draft)
             continue

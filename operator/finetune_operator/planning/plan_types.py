@@ -156,6 +156,27 @@ class Estimate(Message):
     """Part of `seconds` between steps: of all checkpoints, and of all validations."""
 
 
+class VllmServer(Message):
+    """Choices for one server that is vLLM's own, in bf16."""
+
+    gpus: int = Field(ge=1)
+    """GPUs that share the layers' matrices (tensor parallelism)."""
+    gpu_share: float = Field(gt=0, le=1)
+    """Share of each GPU's memory that the server takes."""
+    max_batch_tokens: int | None = None
+    """Tokens of one batch; None: vLLM's own choice."""
+    max_queue: int = Field(gt=0)
+    """Most requests beside those of a batch; others are answered with 503."""
+    adapter_rank: int | None = None
+    """Rank that memory is reserved for; None without adapters."""
+    concurrent_adapters: int = Field(default=0, ge=0)
+    """Most adapters of one batch."""
+    temperature: float
+    """Temperature of requests that name none."""
+    top_p: float
+    """Likewise, the probability of the tokens to sample from."""
+
+
 class Servers(Message):
     """Servers of the endpoint."""
 
@@ -172,6 +193,8 @@ class Servers(Message):
     ceilings: dict[str, str] = Field(default_factory=dict, exclude_if=lambda ceilings: not ceilings)
     """Limits of one server above its requests: KServe sets limits of its own if there are none."""
     threads: int = Field(ge=1)
+    vllm: VllmServer | None = Field(default=None, exclude_if=lambda server: server is None)
+    """Choices for vLLM's own server; None: ours serves."""
     cost_per_hour: float | None = None
     """Cost of all `replicas`; None if such nodes have no price."""
     currency: str | None = None

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import Stage
-from finetune_contract.trainer_job import Adapter, Training
+from finetune_contract.trainer_job import Adapter, Serving, Training
 from finetune_operator.api.quantities import human_count, human_seconds
 from finetune_operator.planning.adapter_sizes import trained_parameters
 from finetune_operator.planning.batch import batch_arithmetic
-from finetune_operator.planning.plan_types import Estimate, JobPlan, MemoryEstimate
+from finetune_operator.planning.plan_types import Estimate, JobPlan, MemoryEstimate, Servers
 
 MEMORY_SECTION = "Memory of one process"
 
@@ -136,8 +136,8 @@ def _memory(memory: MemoryEstimate) -> tuple[Row, ...]:
 
 
 def _endpoint(plan: JobPlan) -> tuple[Row, ...]:
-    servers, order = plan.servers, plan.trainer.serving
-    if servers is None or order is None:
+    servers = plan.servers
+    if servers is None:
         return ()
     limited = {name: f"{text}, limited to it" for name, text in servers.limits.items()}
     limited |= {name: f"{servers.requests[name]}, limited to {text}" for name, text in servers.ceilings.items()}
@@ -146,13 +146,23 @@ def _endpoint(plan: JobPlan) -> tuple[Row, ...]:
     by = "KServe" if servers.runtime == "kserve" else "a Deployment"
     by_what = "CPU use" if servers.target_requests is None else f"{servers.target_requests:,} requests in flight each"
     scaled = f"up to {servers.most} under load, by {by_what}" if servers.most > servers.replicas else "not scaled"
-    batches = f"{order.max_batch_tokens:,} padded tokens, or {order.max_latency_seconds:g} s after the first request"
     return (
         Row("servers", f"{servers.replicas}", f"{scaled}, by {by}"),
-        Row("one takes", takes, order.device),
-        Row("a batch", batches, f"computed by {order.optimization}" if order.optimization != "none" else ""),
+        Row("one takes", takes, "cuda" if plan.trainer.serving is None else plan.trainer.serving.device),
+        _batches(servers, plan.trainer.serving),
         Row("cost an hour", cost, f"of {servers.replicas} server{'s' * (servers.replicas > 1)}"),
     )
+
+
+def _batches(servers: Servers, order: Serving | None) -> Row:
+    if order is not None:
+        text = f"{order.max_batch_tokens:,} padded tokens, or {order.max_latency_seconds:g} s after the first request"
+        return Row("a batch", text, f"computed by {order.optimization}" if order.optimization != "none" else "")
+    vllm = servers.vllm
+    tokens = (
+        "of vLLM's own size" if vllm is None or vllm.max_batch_tokens is None else f"{vllm.max_batch_tokens:,} tokens"
+    )
+    return Row("a batch", tokens, "changed by vLLM at each token")
 
 
 def _estimate(estimate: Estimate) -> tuple[Row, ...]:

@@ -18,9 +18,12 @@ from finetune_operator.planning.planned_figures import planned_training
 from finetune_operator.rendering.claims import with_mounted_paths
 from finetune_operator.rendering.deepspeed_config import deepspeed_config
 from finetune_operator.rendering.render_types import RenderContext
+from finetune_operator.rendering.templates import program
 
 JOB_FILE = "job.json"
 DEEPSPEED_FILE = "deepspeed.json"
+GUARD: Literal["endpoint_guard"] = "endpoint_guard"
+"""Program beside vLLM's server; its file is GUARD with the suffix .py."""
 Starter: TypeAlias = Literal["process", "index", "torchrun", "mpirun"]
 """Program that starts the ranks of a stage."""
 
@@ -43,6 +46,9 @@ def stage_files(plan: JobPlan, context: RenderContext, stage: Stage) -> dict[str
     """Return the files for the pods of one stage: claims are paths there, the job has an identity, and only training
     reads `deepspeed.json` and `estimate.json`.
     """
+    if stage is Stage.SERVE and plan.servers is not None and plan.servers.vllm is not None:
+        # vLLM's server reads no job.json: all choices are options of its command.
+        return {f"{GUARD}.py": program(GUARD)}
     run = None if context.owner is None else context.owner.uid
     # Other stages get no `serving`, so that an endpoint can change while an attempt runs.
     serving = plan.trainer.serving if stage is Stage.SERVE else None

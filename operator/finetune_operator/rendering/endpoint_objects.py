@@ -20,6 +20,7 @@ from pydantic import JsonValue
 from finetune_contract.choices import Stage
 from finetune_contract.layout import ENV_GRACE_SECONDS, SERVE_PORT
 from finetune_operator.launchers.kserve_kind import AUTOSCALER_CLASS, DEPLOYMENT_MODE, KSERVE_API, KSERVE_KIND
+from finetune_operator.launchers.vllm_facts import VLLM_IN_FLIGHT
 from finetune_operator.planning.endpoint_plan import DRAIN_SECONDS
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import EndpointRuntime, JobPlan, Servers
@@ -36,6 +37,7 @@ from finetune_operator.rendering.render_types import (
 )
 from finetune_operator.rendering.templates import document
 from finetune_operator.rendering.trainer_pod import Role, StagePods, stage_pod
+from finetune_operator.rendering.vllm_server import vllm_pod, vllm_probes
 
 SERVICE_PORT = 80
 LEAVING_SECONDS = 5
@@ -91,7 +93,7 @@ def endpoint_url(job: str, namespace: str, name: str | None = None) -> str:
 def revision_digest(plan: JobPlan, context: RenderContext) -> str:
     """Return the digest of the servers' files and pod template; it does not depend on the revision's number."""
     assert plan.servers is not None, "a plan with the stage serve has servers"
-    return _sha256(_server_pod(StagePods(plan, context, Attempt(Stage.SERVE)), plan.servers.runtime).manifest())
+    return _sha256(_server_pod(StagePods(plan, context, Attempt(Stage.SERVE)), plan.servers).manifest())
 
 
 def server_count(servers: Servers, running: int | None) -> int:
@@ -133,9 +135,9 @@ def endpoint_objects(
     pod_digest = revision_digest(plan, context)
     if servers.runtime == "kserve":
         return _by_kserve(pods, servers, beside, pod_digest)
-    digest = _sha256([*beside, config, _deployment(pods, servers.replicas, {})])
+    digest = _sha256([*beside, config, _deployment(pods, servers, servers.replicas, {})])
     annotations: Manifest = {ENDPOINT_ANNOTATION: digest, REVISION_ANNOTATION: pod_digest}
-    own = (config, _deployment(pods, replicas, annotations))
+    own = (config, _deployment(pods, servers, replicas, annotations))
     return EndpointObjects(beside, own, digest, replicas, servers.most, "deployment")
 
 
@@ -206,10 +208,11 @@ def _scaling_metric(servers: Servers) -> Manifest:
         target: JsonValue = {"type": "Utilization", "averageUtilization": BUSY_PERCENT}
         return {"type": "Resource", "resource": {"name": "cpu", "target": target}}
     average: JsonValue = {"type": "AverageValue", "averageValue": str(servers.target_requests)}
-    return {"type": "Pods", "pods": {"metric": {"name": REQUESTS_IN_FLIGHT}, "target": average}}
+    gauge = REQUESTS_IN_FLIGHT if servers.vllm is None else VLLM_IN_FLIGHT
+    return {"type": "Pods", "pods": {"metric": {"name": gauge}, "target": average}}
 
 
-def _deployment(pods: StagePods, replicas: int, annotations: Manifest) -> Manifest:
+def _deployment(pods: StagePods, servers: Servers, replicas: int, annotations: Manifest) -> Manifest:
     selector: JsonValue = dict(pods.identity)
     return document(
         "server_deployment",
@@ -217,13 +220,13 @@ def _deployment(pods: StagePods, replicas: int, annotations: Manifest) -> Manife
         replicas=replicas,
         selector=selector,
         start_seconds=START_SECONDS,
-        pod=_server_pod(pods, "deployment").manifest(),
+        pod=_server_pod(pods, servers).manifest(),
     )
 
 
 def _inference_service(pods: StagePods, servers: Servers, own: Manifest) -> Manifest:
     """Return a custom predictor in Standard mode. KServe reads the pod spec beside its own fields."""
-    pod = _server_pod(pods, "kserve").manifest()
+    pod = _server_pod(pods, servers).manifest()
     about, spec = pod["metadata"], pod["spec"]
     assert isinstance(about, dict), "a pod template has metadata"
     assert isinstance(spec, dict), "a pod template has a spec"
@@ -248,15 +251,20 @@ def _inference_service(pods: StagePods, servers: Servers, own: Manifest) -> Mani
     )
 
 
-def _server_pod(pods: StagePods, runtime: EndpointRuntime) -> Pod:
-    name = SERVED_CONTAINER_NAME if runtime == "kserve" else CONTAINER_NAME
-    pod = stage_pod(pods, Role(env={ENV_GRACE_SECONDS: str(DRAIN_SECONDS + MARGIN_SECONDS)}))
-    container = replace(pod.container, name=name, ports={"http": SERVE_PORT}, health=_health())
+def _server_pod(pods: StagePods, servers: Servers) -> Pod:
+    name = SERVED_CONTAINER_NAME if servers.runtime == "kserve" else CONTAINER_NAME
+    if servers.vllm is None:
+        pod = stage_pod(pods, Role(env={ENV_GRACE_SECONDS: str(DRAIN_SECONDS + MARGIN_SECONDS)}))
+        probes = _probes()
+    else:
+        pod, probes = vllm_pod(pods, servers.vllm, DRAIN_SECONDS), vllm_probes()
+    health: Manifest = {**probes, "lifecycle": {"preStop": {"sleep": {"seconds": LEAVING_SECONDS}}}}
+    container = replace(pod.container, name=name, ports={"http": SERVE_PORT}, health=health)
     return replace(pod, container=container, restart_policy="Always", termination_grace_seconds=GRACE_SECONDS)
 
 
-def _health() -> Manifest:
-    """Return probes and hooks: a server is ready only after warm-up and restarted when it hangs, but not while it loads
+def _probes() -> Manifest:
+    """Return probes: a server is ready only after warm-up and restarted when it hangs, but not while it loads
     the model, which may take any time if a large one comes from a bucket.
     """
     ready: JsonValue = {"path": "/v2/health/ready", "port": SERVE_PORT}
@@ -275,5 +283,4 @@ def _health() -> Manifest:
             "failureThreshold": 5,
         },
         "livenessProbe": {"httpGet": live, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6},
-        "lifecycle": {"preStop": {"sleep": {"seconds": LEAVING_SECONDS}}},
     }

@@ -181,6 +181,11 @@ class Container:
     """Port that has to answer before the container is ready; None if it is ready once it runs."""
     health: Mapping[str, JsonValue] = field(default_factory=dict)
     """Probes and lifecycle hooks, by their names in Kubernetes."""
+    working_folder: str | None = None
+    """Working directory; None: the image's."""
+    message_policy: Literal["File", "FallbackToLogsOnError"] = "File"
+    """Source of the termination message: our programs write a report; of others the kubelet keeps the end of the log.
+    """
     user_env: tuple[Mapping[str, JsonValue], ...] = ()
     user_mounts: tuple[Mapping[str, JsonValue], ...] = ()
 
@@ -192,6 +197,8 @@ class Container:
             optional["envFrom"] = [{"secretRef": {"name": self.env_from_secret}}]
         if self.ports:
             optional["ports"] = [{"name": name, "containerPort": port} for name, port in self.ports.items()]
+        if self.working_folder is not None:
+            optional["workingDir"] = self.working_folder
         if self.ready_port is not None:
             optional["readinessProbe"] = {"tcpSocket": {"port": self.ready_port}, "periodSeconds": 2}
         return {
@@ -207,7 +214,7 @@ class Container:
                 "readOnlyRootFilesystem": True,
             },
             "terminationMessagePath": DEFAULT_REPORT_PATH,
-            "terminationMessagePolicy": "File",
+            "terminationMessagePolicy": self.message_policy,
             **optional,
             **self.health,
         }

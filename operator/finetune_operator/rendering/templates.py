@@ -55,6 +55,13 @@ def document(template: TemplateName, **values: JsonValue) -> Manifest:
     return rendered
 
 
+def program(name: Literal["endpoint_guard"]) -> str:
+    """Return the source of a program beside the templates, which runs in another image."""
+    environment = _environment()
+    assert environment.loader is not None, "the environment has a loader"
+    return environment.loader.get_source(environment, f"{name}.py")[0]
+
+
 def _parsed(text: str) -> Any:
     import yaml
 

@@ -76,6 +76,8 @@ TOKEN_FOLDER = "/var/run/secrets/finetune.dev/progress"
 TOKEN_FILE = "token"
 HOME = "/tmp/home"
 """Writable home: libraries write caches below it, and the root file system is read-only."""
+SHARED_MEMORY = "shared-memory"
+"""Name of the volume at /dev/shm."""
 RENDEZVOUS_PORT = 29400
 JOB_UID_LABEL = "batch.kubernetes.io/controller-uid"
 """Label that the Job controller sets (kubernetes `staging/src/k8s.io/api/batch/v1/types.go`)."""
@@ -358,7 +360,7 @@ def _volumes(pods: StagePods, folders: Storage) -> tuple[Volume, ...]:
     return (
         config_volume("config", pods.name),
         *folders.volumes,
-        memory_volume("shared-memory", shared_memory(plan, spec, pods.stage)),
+        memory_volume(SHARED_MEMORY, shared_memory(plan, spec, pods.stage)),
         scratch_volume("tmp"),
         *files,
         *token,
@@ -371,7 +373,7 @@ def _mounts(pods: StagePods, folders: Storage) -> tuple[Mount, ...]:
     return (
         Mount("config", CONFIG, read_only=True),
         *folders.mounts,
-        Mount("shared-memory", "/dev/shm"),
+        Mount(SHARED_MEMORY, "/dev/shm"),
         Mount("tmp", "/tmp"),
         *files,
         *token,

@@ -17,13 +17,14 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from finetune_contract.layout import INFERENCE_PATHS, LATENCY_METRIC, METRICS_PATH, REQUESTS_METRIC, SERVE_PORT
+from finetune_operator.launchers.vllm_facts import VLLM_FAILED, VLLM_REJECTED, VLLM_REQUESTS, VLLM_SECONDS
 from finetune_operator.reconcile.endpoint_canary import reading, reading_seconds, servers_to_read
 from finetune_operator.reconcile.reconcile_types import CanaryReading, JobView, PodView, RequestCounts
 
 READ_SECONDS = 3.0
 """Time limit of one server's answer, which takes some milliseconds unless the server is stuck."""
-MOST_BYTES = 128 * 1024
-"""Largest answer; those of our servers have some 20 KiB."""
+MOST_BYTES = 512 * 1024
+"""Largest answer; those of our servers have some 20 KiB, and those of vLLM several times as many."""
 MOST_REQUESTS = 2**53
 """Beyond it a JSON number is not exact."""
 TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500
@@ -128,6 +129,12 @@ def request_counts(text: str) -> RequestCounts:
     seconds = 0.0
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
+            if sample.name in (VLLM_REQUESTS, VLLM_REJECTED):
+                failed = sample.name == VLLM_REJECTED or sample.labels.get("finished_reason") == VLLM_FAILED
+                requests += int(sample.value)
+                errors += int(sample.value) * failed
+            elif sample.name == VLLM_SECONDS:
+                seconds += sample.value
             if sample.labels.get("path") not in INFERENCE_PATHS:
                 continue
             if sample.name == f"{REQUESTS_METRIC}_total":

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _SHARE = 1 / 3
-"""Share of the fixed part: another batch has other rows, too. In a simulation of random requests with the parts of three
-rungs, the slowest of 100 answers were fastest with a third to a half."""
+"""Share of the fixed part: another batch has other rows, too. In a simulation of random requests with the parts of
+three rungs, the slowest of 100 answers were fastest with a third to a half."""
 
 _KEPT = 0.97
 """Weight that a batch keeps with each later one: some 30 batches count."""

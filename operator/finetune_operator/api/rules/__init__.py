@@ -15,6 +15,7 @@ from finetune_operator.api.rules import (
     parallelism,
     resource_rules,
     training,
+    vllm_rules,
 )
 from finetune_operator.api.rules.data import SOMETHING_TO_DO
 from finetune_operator.api.rules.rule import Rule
@@ -29,5 +30,6 @@ RULES: tuple[Rule, ...] = (
     *combination_rules.RULES,
     *parallelism.RULES,
     *resource_rules.RULES,
+    *vllm_rules.RULES,
 )
 """In the order of reporting."""

@@ -81,7 +81,7 @@ def _canary_percent(spec: FineTuneJobSpec) -> int:
 
 
 def _serves_rung(spec: FineTuneJobSpec) -> bool:
-    return spec.endpoint is not None and spec.endpoint.optimization not in ("auto", "none")
+    return spec.endpoint is not None and spec.endpoint.optimization not in ("auto", "none", "vllm")
 
 
 def _adapters(spec: FineTuneJobSpec) -> tuple[ServedAdapterSpec, ...]:
@@ -251,7 +251,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "no-served-rungs-for-texts",
         "endpoint.optimization",
-        f"!has(self.endpoint) || self.endpoint.optimization in ['auto', 'none'] || {is_one_of(RUNG_TASKS)}",
+        f"!has(self.endpoint) || self.endpoint.optimization in ['auto', 'none', 'vllm'] || {is_one_of(RUNG_TASKS)}",
         lambda spec: not _serves_rung(spec) or spec.task in RUNG_TASKS,
         f"applies to {', '.join(RUNG_TASKS)} only",
         "leave it out",
@@ -259,7 +259,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "no-served-rungs-on-gpus",
         "endpoint.optimization",
-        "!has(self.endpoint) || self.endpoint.optimization in ['auto', 'none']"
+        "!has(self.endpoint) || self.endpoint.optimization in ['auto', 'none', 'vllm']"
         " || type(self.resources.gpusPerNode) != int || int(self.resources.gpusPerNode) == 0",
         lambda spec: not _serves_rung(spec) or spec.resources.gpus_per_node in ("auto", 0),
         "is supported on CPUs only in this version",
@@ -268,9 +268,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "served-tolerance-is-measured",
         "endpoint.tolerance",
-        "!has(self.endpoint) || !has(self.endpoint.tolerance) || self.endpoint.optimization != 'none'",
-        lambda spec: spec.endpoint is None or spec.endpoint.tolerance is None or spec.endpoint.optimization != "none",
-        "has no effect while spec.endpoint.optimization is none",
+        "!has(self.endpoint) || !has(self.endpoint.tolerance) || !(self.endpoint.optimization in ['none', 'vllm'])",
+        lambda spec: (
+            spec.endpoint is None
+            or spec.endpoint.tolerance is None
+            or spec.endpoint.optimization not in ("none", "vllm")
+        ),
+        "has no effect while spec.endpoint.optimization is none or vllm",
         "leave one of the two out",
     ),
     Rule(
@@ -297,9 +301,9 @@ RULES: tuple[Rule, ...] = (
         "adapters-without-rungs",
         "endpoint.adapters",
         "!has(self.endpoint) || !has(self.endpoint.adapters) || size(self.endpoint.adapters) == 0"
-        " || self.endpoint.optimization == 'none'",
-        lambda spec: not _adapters(spec) or spec.endpoint is None or spec.endpoint.optimization == "none",
-        "needs spec.endpoint.optimization none: an optimization converts a model without adapters",
+        " || self.endpoint.optimization in ['none', 'vllm']",
+        lambda spec: not _adapters(spec) or spec.endpoint is None or spec.endpoint.optimization in ("none", "vllm"),
+        "needs spec.endpoint.optimization none or vllm: others convert a model without adapters",
         "leave one of the two out",
         reads=("endpoint.adapters", "endpoint.optimization"),
     ),

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from finetune_contract.choices import ADAPTER_NAME_PATTERN, PredictRung, RungName
+from finetune_contract.choices import ADAPTER_NAME_PATTERN, PredictRung
 from finetune_operator.api.types.field_types import (
     ENDPOINT_NAME_PATTERN,
     SERVER_PATTERN,
@@ -238,10 +238,11 @@ class EndpointSpec(SpecModel):
         default=256,
         description="Maximum number of queued rows; further requests are answered with 429. Defaults to 256.",
     )
-    optimization: Auto | RungName = Field(
+    optimization: Auto | PredictRung = Field(
         default="none",
-        description="Optimization of inference, as in predict. auto: the fastest. Defaults to none: the model as it "
-        "is, with the labels that were evaluated.",
+        description="Optimization of inference, as in predict. auto: the fastest; vllm: vLLM's own server on GPUs, for "
+        "text-generation and preference-tuning. Defaults to none: the model as it is, with the labels that were "
+        "evaluated.",
     )
     tolerance: Annotated[float, Field(gt=0.5, le=1)] | None = Field(
         default=None,
@@ -252,6 +253,11 @@ class EndpointSpec(SpecModel):
         default=(),
         description="LoRA adapters of model.uri that each server also answers with, by their names. The model is held "
         "once; by itself it answers only if it has the task's head. For jobs without training. Defaults to none.",
+    )
+    max_adapter_rank: Annotated[int, Field(ge=1, le=512)] | None = Field(
+        default=None,
+        description="Maximum rank of adapters with optimization vllm, whose servers reserve memory for it. Defaults to "
+        "64.",
     )
     traffic: TrafficSpec | None = Field(
         default=None,

@@ -34,9 +34,9 @@ def images(
 ) -> None:
     """List every image that an installation and its jobs can pull.
 
-    List the operator's image, the default trainer image, the images that the settings allow one by one, and the
-    images of the job files, one per line. With a registry, add each image's name there, so that a loop can copy
-    the images for a cluster without access to other registries.
+    List the operator's image, the default trainer image, that of vLLM's servers, the images that the settings allow
+    one by one, and the images of the job files, one per line. With a registry, add each image's name there, so that
+    a loop can copy the images for a cluster without access to other registries.
 
     \b
     Examples:
@@ -83,5 +83,5 @@ def _installation(values: Path | None, settings: Path | None, registry: str | No
         found = read_values(values)
     else:
         limits = settings_of(settings, cluster=True)
-        found = Installation(OPERATOR_IMAGE, limits.defaults.image, limits)
+        found = Installation(OPERATOR_IMAGE, limits.defaults.image, limits.defaults.vllm_image, limits)
     return found if registry is None else replace(found, registry=registry)

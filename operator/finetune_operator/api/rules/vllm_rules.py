@@ -1,0 +1,68 @@
+"""Rules on endpoints that vLLM's own server serves."""
+
+from __future__ import annotations
+
+from finetune_contract.choices import VLLM_TASKS
+from finetune_operator.api.rules.rule import Holds, Rule, is_one_of
+from finetune_operator.api.types import EndpointSpec, FineTuneJobSpec
+
+_NOT_BY_VLLM = "!has(self.endpoint) || self.endpoint.optimization != 'vllm'"
+_LATENCY = EndpointSpec.model_fields["max_latency_milliseconds"].default
+
+
+def serves_by_vllm(spec: FineTuneJobSpec) -> bool:
+    """Return whether the endpoint's servers are vLLM's own."""
+    return spec.endpoint is not None and spec.endpoint.optimization == "vllm"
+
+
+def _holds(test: Holds) -> Holds:
+    return lambda spec: not serves_by_vllm(spec) or test(spec)
+
+
+RULES = (
+    Rule(
+        "served-vllm-writes-texts",
+        "endpoint.optimization",
+        f"{_NOT_BY_VLLM} || {is_one_of(VLLM_TASKS)}",
+        _holds(lambda spec: spec.task in VLLM_TASKS),
+        f"vllm applies to {', '.join(VLLM_TASKS)} only",
+        "leave it out",
+    ),
+    Rule(
+        "served-vllm-needs-gpus",
+        "endpoint.optimization",
+        f"{_NOT_BY_VLLM} || type(self.resources.gpusPerNode) != int || int(self.resources.gpusPerNode) > 0",
+        _holds(lambda spec: spec.resources.gpus_per_node != 0),
+        "vllm needs GPUs, and spec.resources.gpusPerNode is 0",
+        "set spec.resources.gpusPerNode to 1 or more, or leave it out",
+    ),
+    Rule(
+        "served-vllm-has-no-beams",
+        "generation.numBeams",
+        f"{_NOT_BY_VLLM} || self.generation.numBeams == 1",
+        _holds(lambda spec: spec.generation.num_beams == 1),
+        "must be 1 with spec.endpoint.optimization vllm, which serves no beam search",
+        "leave it out, or set spec.endpoint.optimization to none",
+    ),
+    Rule(
+        "served-vllm-has-no-latency-target",
+        "endpoint.maxLatencyMilliseconds",
+        f"{_NOT_BY_VLLM} || self.endpoint.maxLatencyMilliseconds == {_LATENCY}",
+        _holds(lambda spec: spec.endpoint is None or spec.endpoint.max_latency_milliseconds == _LATENCY),
+        "has no effect with spec.endpoint.optimization vllm, which changes its batch at each token",
+        "leave it out, or set spec.endpoint.optimization to none",
+    ),
+    Rule(
+        "adapter-rank-is-for-vllm",
+        "endpoint.maxAdapterRank",
+        "!has(self.endpoint) || !has(self.endpoint.maxAdapterRank) || (self.endpoint.optimization == 'vllm'"
+        " && has(self.endpoint.adapters) && size(self.endpoint.adapters) > 0)",
+        lambda spec: (
+            spec.endpoint is None
+            or spec.endpoint.max_adapter_rank is None
+            or (serves_by_vllm(spec) and bool(spec.endpoint.adapters))
+        ),
+        "has no effect without spec.endpoint.optimization vllm and spec.endpoint.adapters",
+        "leave it out",
+    ),
+)
