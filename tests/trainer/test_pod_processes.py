@@ -34,6 +34,7 @@ from trainer_support.forking import start_server
 from trainer_support.tasks import (
     INFERENCE,
     WORDS,
+    read_lines,
     task_job,
     trained,
     training_of,
@@ -186,6 +187,68 @@ def ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [each for each in descendants if command_of(each)[1:3] == ["-m", "finetune_trainer"]]
 
 
+SPLIT: dict[str, tuple[str, str, dict[str, Any], int]] = {
+    "text-classification by llama": ("text-classification", "llama", {}, 2),
+    # Its queries share keys and values, and its output layer is its embedding.
+    "text-generation by qwen3": ("text-generation", "qwen3", {"generation": {"max_new_tokens": 5}}, 4),
+    "text-generation by gpt2": (
+        "text-generation",
+        "gpt2",
+        {"generation": {"max_new_tokens": 5, "temperature": 1.0}},
+        2,
+    ),
+}
+"""Task, family, other settings, processes; two hold one model. Texts of the last are drawn at random."""
+
+
+def close_to(value: Any) -> Any:
+    """Return an expected value: numbers within 1e-5, all else exact."""
+    if isinstance(value, dict):
+        return {name: close_to(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [close_to(each) for each in value]
+    return pytest.approx(value, abs=1e-5) if isinstance(value, float) else value
+
+
+def in_groups(job: TrainerJob, count: int) -> TrainerJob:
+    """Return the job with `count` processes, of which two hold one model."""
+    body = in_processes(job, count).model_dump()
+    for stage in ("evaluation", "predict"):
+        body[stage] |= {"tensor": 2}
+    return TrainerJob.model_validate(body)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if "gpt2" in case else []) for case in SPLIT]
+)
+def test_two_processes_with_half_of_each_layer_answer_like_one(case: str, tmp_path: Path, data: Path):
+    task, family, changes, processes = SPLIT[case]
+    columns, _ = CASES[task]
+    model = write_decoder(tmp_path / "model", family)
+    given = {name: name for name in columns if name not in ANSWERS}
+    rows = {"uri": f"file://{data}/test.jsonl", "columns": given}
+    settings = {"training": training_of(steps=1, threads=1), "preparation": {"max_length": 48}}
+    paths = JobPaths.of(tmp_path / "w", "job")
+    job = trained(
+        task_job(task, model, data, columns, **settings, predict={**INFERENCE, "dataset": rows}, **changes), paths
+    )
+    alone = evaluate(job, paths, NoProgress())["evaluate"]
+    predict(job, paths, NoProgress())
+    expected = read_lines(paths.predictions_jsonl)
+    paths.predictions_jsonl.unlink()
+    code, report, output = end(*start(in_groups(job, processes), paths, Stage.EVALUATE))
+    assert (code, report.rank, report.world_size) == (0, 0, processes), output
+    held = re.search(r"2 processes share .*: this one has (\d+) % of its weights", output)
+    assert held is not None, output
+    assert 50 <= int(held[1]) < 75, "all but the embeddings and norms is divided"
+    assert report.metrics["evaluate"] == close_to(alone)
+    code, report, output = end(*start(in_groups(job, processes), paths, Stage.PREDICT))
+    assert (code, report.metrics["rows"]) == (0, 101), output
+    found = read_lines(paths.predictions_jsonl)
+    assert found == [{name: close_to(value) for name, value in each.items()} for each in expected]
+
+
 @pytest.mark.parametrize("stage", [Stage.EVALUATE, Stage.PREDICT])
 def test_killed_process_fails_the_stage_as_its_cause(stage: Stage, job_of: Callable[..., TrainerJob], tmp_path: Path):
     job, paths = job_of("text-classification"), JobPaths.of(tmp_path / "w", "job")
@@ -243,6 +306,11 @@ def test_each_process_sees_an_instance_of_a_partitioned_gpu():
     [
         ({"evaluation": {**INFERENCE, "devices_per_process": 2}}, "devices_per_process is for GPUs"),
         ({"predict": {**INFERENCE, "processes": 2, "workers": 2}}, "processes is for one pod"),
+        ({"evaluation": {**INFERENCE, "processes": 3, "tensor": 2}}, "processes must be a multiple of tensor, 2"),
+        (
+            {"predict": {**INFERENCE, "processes": 2, "tensor": 2, "optimization": "bf16"}},
+            "optimization is none with tensor",
+        ),
     ],
 )
 def test_job_that_spreads_in_two_ways_is_refused(changes: dict[str, Any], message: str, tmp_path: Path):

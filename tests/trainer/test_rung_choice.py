@@ -33,6 +33,8 @@ class FakeRung:
     f1: float = 0.9
     """F1 score of the rung; the plain model has 0.9."""
     setup: float = 0.0
+    loading: float = 0.0
+    """Seconds of each further set-up, with the converted model in place."""
     why_not: str | None = None
     fails: str | None = None
     disturbed: float = 0.0
@@ -45,7 +47,7 @@ class FakeRung:
 
     def prepare(self, model: Any, sample: Sequence[Batch], folder: Path) -> ForwardPass:
         self.prepared += 1
-        self.clock[0] += self.setup
+        self.clock[0] += self.setup if self.prepared == 1 else self.loading
         if self.fails is not None:
             raise NotAvailable(self.fails)
         return cast(ForwardPass, FakePass(self))
@@ -100,9 +102,23 @@ class Bench:
         tolerance: float | None = None,
         metric_tolerance: float | None = None,
         remaining: int = 100_000,
+        workers: int = 1,
     ) -> Chosen:
         request = RungRequest(optimization, tolerance, metric_tolerance)
-        return choose(request, MODEL, self.sample(), remaining, Path(), MACHINE)
+        return choose(request, MODEL, self.sample(), remaining, Path(), MACHINE, workers)
+
+
+def test_set_up_of_further_workers_counts_against_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bench() -> Bench:
+        quick = FakeRung("quick to load", 8.0, setup=1.0, loading=0.5)
+        return Bench(monkeypatch, quick, FakeRung("fast", 5.0, setup=1.0, loading=90.0))
+
+    assert bench().choose(remaining=20 * ROWS).name == "fast"
+    chosen = bench().choose(remaining=20 * ROWS, workers=4)
+    assert chosen.name == "quick to load"
+    assert whys(chosen)["fast"] == "slower than quick to load with 90 s of set-up in each worker"
+    assert {row.name: row.worker_setup_seconds for row in chosen.table.rungs}["fast"] == 90.0
+    assert bench().choose(remaining=200 * ROWS, workers=4).name == "fast"
 
 
 def whys(chosen: Chosen) -> dict[str, str]:

@@ -12,6 +12,7 @@ import pytest
 
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.data.prepare import prepare
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.optimization import choosing, rung_in_use, text_server
 from finetune_trainer.inference.optimization.rung_table import RungTable
@@ -185,6 +186,11 @@ def test_a_server_that_never_answers_ends_the_worker_or_the_trial(
     assert "not available: predict.server http://127.0.0.1:9 has not answered" in row.why
 
 
+def one_wrong_token(body: Any) -> tuple[int, object] | None:
+    """Answer any row with the same token."""
+    return (200, {"choices": [{"token_ids": [5], "stop_reason": None}]}) if body["max_tokens"] == 8 else None
+
+
 def test_auto_takes_a_faster_server_within_the_tolerance(
     decoder: Path, peer: OpenAIPeer, url: str, tmp_path: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,10 +202,7 @@ def test_auto_takes_a_faster_server_within_the_tolerance(
     assert [each.name for each in table(paths).rungs] == ["none", "vllm"]
     assert (row.agreement, row.rows_per_second is not None) == (1.0, True)
 
-    def wrong(body: Any) -> tuple[int, object] | None:
-        return (200, {"choices": [{"token_ids": [5], "stop_reason": None}]}) if body["max_tokens"] == 8 else None
-
-    peer.fault = wrong
+    peer.fault = one_wrong_token
     job = job_of(decoder, tmp_path, optimization="vllm", server=url, tolerance=0.9)
     with pytest.raises(StageError, match="of its labels are equal, less than 90") as caught:
         predict(job, paths, NoProgress())
@@ -256,19 +259,43 @@ def test_token_of_the_server_is_read_from_the_environment(
     assert "secret" not in json.dumps(result)
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({}, "predict.server names no server, and the image has no vLLM"),
-        ({"server": "http://127.0.0.1:9", "metric_tolerance": 0.1}, "needs a metric, and generated texts have none"),
-    ],
-)
-def test_vllm_without_a_server_or_with_a_metric_gives_the_reason(
-    changes: dict[str, Any], text: str, decoder: Path, tmp_path: Path, paths: JobPaths
-) -> None:
-    with pytest.raises(StageError, match=text) as caught:
-        predict(job_of(decoder, tmp_path, optimization="vllm", **changes), paths, NoProgress())
+def test_vllm_without_a_server_gives_the_reason(decoder: Path, tmp_path: Path, paths: JobPaths) -> None:
+    with pytest.raises(StageError, match=r"predict\.server names no server, and the image has no vLLM") as caught:
+        predict(job_of(decoder, tmp_path, optimization="vllm"), paths, NoProgress())
     assert caught.value.reason == "RungNotAvailable"
+
+
+def test_metric_of_texts_with_references_judges_a_server(
+    decoder: Path, peer: OpenAIPeer, url: str, tmp_path: Path, paths: JobPaths
+) -> None:
+    """The references are the texts of the model itself."""
+    predict(job_of(decoder, tmp_path), JobPaths(tmp_path / "plain"), NoProgress())
+    pairs = zip(PROMPTS, texts(JobPaths(tmp_path / "plain")), strict=True)
+    write_lines(tmp_path / "known" / "test.jsonl", [{"text": one, "target": other} for one, other in pairs])
+
+    def judged(*roles: str) -> TrainerJob:
+        body = job_of(decoder, tmp_path, optimization="vllm", server=url, metric_tolerance=0.2).model_dump(mode="json")
+        columns = {role: "target" if role == "target" else "text" for role in roles}
+        body["dataset"] = {"uri": f"file://{tmp_path}/known", "columns": columns}
+        body["predict"]["dataset"]["columns"] = {roles[0]: "text"}
+        return TrainerJob.model_validate(body)
+
+    prepare(judged("source", "target"), paths, NoProgress())
+    assert predict(judged("source", "target"), paths, NoProgress())["optimization"] == "vllm"
+    (row,) = [each for each in table(paths).rungs if each.name == "vllm"]
+    assert (row.metric_worse_by, row.chosen) == (0.0, True)
+
+    peer.fault, other = one_wrong_token, JobPaths(tmp_path / "other")
+    prepare(judged("source", "target"), other, NoProgress())
+    with pytest.raises(StageError, match=r"(rouge[12L]|exact_match) is [01]\.\d+ worse, more than 0\.2000") as caught:
+        predict(judged("source", "target"), other, NoProgress())
+    assert caught.value.reason == "RungNotRightEnough"
+
+    alone = JobPaths(tmp_path / "alone")
+    prepare(judged("text"), alone, NoProgress())
+    with pytest.raises(StageError, match="the test split has none") as missing:
+        predict(judged("text"), alone, NoProgress())
+    assert missing.value.reason == "NoReferences"
 
 
 def table(paths: JobPaths) -> RungTable:

@@ -124,4 +124,4 @@ def test_plan_of_a_spread_example_fits_and_has_its_degrees(name: str):
     # No GPU holds the largest model whole, even in bf16: its layers are placed on several for the evaluation.
     assert Stage.EVALUATE in made.stages
     assert made.trainer.evaluation is not None
-    assert (made.trainer.evaluation.devices_per_process > 1) == (name == "gpt2-175b")
+    assert (made.trainer.evaluation.devices_per_model > 1) == (name == "gpt2-175b")

@@ -180,9 +180,9 @@ def on_eight(gpu: str, shape: ModelFacts, data: DataFacts | None = None, local: 
 
 
 def pods(made: JobPlan) -> list[tuple[int, int]]:
-    """Return processes and devices of each for the pods that evaluate and predict."""
+    """Return models and devices of each for the pods that evaluate and predict."""
     found = [made.trainer.inference(stage) for stage in (Stage.EVALUATE, Stage.PREDICT)]
-    return [(each.processes, each.devices_per_process) for each in found]
+    return [(each.models, each.devices_per_model) for each in found]
 
 
 SPREAD: dict[str, tuple[dict[str, Any], tuple[int, int], tuple[int, int]]] = {
@@ -207,17 +207,68 @@ def test_pod_runs_as_many_processes_as_its_gpus_hold_models(case: str):
 def test_plan_names_processes_and_gpus_of_a_large_model():
     made = on_eight("H100", LLAMA_70B)
     assert precisions(made) == ("bf16", "bf16")
-    assert "evaluation by 4 processes, one for each group of 2 GPUs of a pod: they share the rows" in made.reasons
-    (placed,) = [reason for reason in made.reasons if "places the layers" in reason]
+    together = "evaluation by 4 groups of 2 processes, one for each group of 2 GPUs of a pod: they share the rows"
+    assert together in made.reasons
+    (several,) = [reason for reason in made.reasons if reason.startswith("the model of an evaluation")]
     assert re.fullmatch(
-        r"a process that evaluates or predicts places the layers of its model on 2 GPUs: on one it takes [\d.]+ GiB of "
-        r"79.6 GiB, on 2 at most [\d.]+ GiB of each",
-        placed,
+        r"the model of an evaluation or prediction is on 2 GPUs: on one it takes [\d.]+ GiB of 79.6 GiB, on 2 at most "
+        r"[\d.]+ GiB of each",
+        several,
     )
     shown = {row.label: row.value for section in summarise(made) for row in section.rows}
-    assert (shown["evaluate"], shown["predict"]) == ("4 processes x 2 GPUs", "4 processes x 2 GPUs")
+    assert (shown["evaluate"], shown["predict"]) == ("8 processes x 1 GPU, 2 for each model",) * 2
     *_, evaluate, predict = plan_lines(plan_status(made))
-    assert (evaluate, predict) == ("evaluate: 4 processes x 2 GPUs", "predict: 4 processes x 2 GPUs")
+    assert evaluate == "evaluate: 8 processes x 1 GPU, 2 for each model"
+    assert predict == "predict: 8 processes x 1 GPU, 2 for each model"
+
+
+FALCON = LLAMA_70B.model_copy(update={"model_type": "falcon"})
+SEVEN_HEADS = llama(8192, 80, 63, 63, 28_672, 128_256)
+DIVIDED: dict[str, tuple[dict[str, Any], tuple[int, int], str]] = {
+    "70B": ({"shape": LLAMA_70B}, (2, 2), "splits each layer of the model over 2 processes"),
+    "a family without a plan": ({"shape": FALCON}, (1, 1), "no tensor-parallel plan for models of type falcon"),
+    "heads that two cannot share": (
+        {"shape": SEVEN_HEADS},
+        (1, 1),
+        "processes cannot share its 63 attention heads equally",
+    ),
+    "3 pods that predict": ({"shape": LLAMA_70B, "predict": {"workers": 3}}, (2, 1), "of several pods each has one"),
+    "texts by a server": (
+        {"shape": LLAMA_70B, "predict": {"optimization": "vllm", "server": "http://vllm:8000"}},
+        (2, 1),
+        "texts of spec.predict.server",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIVIDED)
+def test_layers_are_split_where_possible_and_else_placed_with_a_reason(case: str):
+    given, tensors, reason = DIVIDED[case]
+    made = on_eight("H100", **given)
+    found = [made.trainer.inference(stage) for stage in (Stage.EVALUATE, Stage.PREDICT)]
+    assert tuple(each.tensor for each in found) == tensors
+    assert len({each.devices_per_model for each in found}) == 1
+    assert len([each for each in made.reasons if reason in each]) >= 1, made.reasons
+
+
+def test_processes_that_split_layers_take_a_share_of_all_but_the_embeddings():
+    def takes(devices: int, *, tensor: bool) -> int:
+        return inference_bytes(
+            LLAMA_70B, "text-generation", "bf16", tokens=4096, length=512, cached=0, devices=devices, tensor=tensor
+        )
+
+    shared = LLAMA_70B.parameters - LLAMA_70B.embedding_parameters
+    assert takes(1, tensor=False) - takes(4, tensor=True) == pytest.approx(2 * shared * 3 / 4, rel=1e-6)
+    assert takes(4, tensor=True) < takes(4, tensor=False), "no GPU has a whole unit more than its share"
+
+
+def test_layers_split_over_two_gpus_need_half_the_processes_for_few_rows():
+    rows = BEGUN.model_copy(update={"splits": {"test": SplitFacts(rows=9_000, tokens=450_000, longest=512)}})
+
+    def models(shape: ModelFacts) -> int:
+        return pods(on_eight("H100", shape, rows, task="text-classification", dataset={"uri": "hf://org/x"}))[0][0]
+
+    assert (models(FALCON), models(LLAMA_70B)) == (4, 2)
 
 
 def test_workers_by_themselves_are_as_many_as_groups_of_gpus():

@@ -304,7 +304,8 @@ def plan_lines(plan: PlanStatus) -> tuple[str, ...]:
     for each in plan.inference:
         pods = plan.predict_workers or 1 if each.stage == Stage.PREDICT else 1
         shared = f"{pods} pods, each " if pods > 1 else ""
-        spread.append(f"{each.stage}: {shared}{processes_text(each.processes, each.gpus_per_process)}")
+        text = processes_text(each.processes, each.gpus_per_process, each.processes_per_model or 1)
+        spread.append(f"{each.stage}: {shared}{text}")
     return first, ", ".join(known) or "memory and time are not known yet", *spread
 
 

@@ -109,7 +109,7 @@ def _facts(request: RunRequest, keep_data: bool) -> Facts:
 
 def note_fewer_processes(job: FineTuneJob, planned: JobPlan) -> None:
     """Report that this machine predicts with fewer processes than the job requests."""
-    asked, there = requested_processes(job.spec.predict), planned.trainer.inference(Stage.PREDICT).processes
+    asked, there = requested_processes(job.spec.predict), planned.trainer.inference(Stage.PREDICT).models
     if asked is not None and there < asked:
         hardware = planned.hardware
         gpus = f", {hardware.gpus_per_node} GPUs" if hardware.gpus_per_node else ""

@@ -102,11 +102,15 @@ class InferenceChoices:
     devices: int = 1
     """Devices that hold the model of one process that evaluates or predicts."""
     evaluate_processes: int = 1
-    """Processes of the pod that evaluates."""
+    """Processes of the pod that evaluates, each with a whole model, or groups of `evaluate_tensor` processes."""
+    evaluate_tensor: int = 1
+    """Processes that split each layer of a model that evaluates."""
     predict_workers: int = 1
     """Pods that share the rows to predict."""
     predict_processes: int = 1
-    """Processes of the pod that predicts; 1 with several pods."""
+    """Processes of the pod that predicts, or groups of `predict_tensor` processes; 1 with several pods."""
+    predict_tensor: int = 1
+    """Processes that split each layer of a model that predicts."""
     predict_engine: Literal["job", "spark"] = "job"
     """Engine of predict's workers."""
     predict_optimization: PredictOptimization = "none"

@@ -2,8 +2,9 @@
 model fits.
 
 Each process has the whole model, regardless of the training's parallelism. It is on one device; where it does not fit
-one, evaluation and prediction place its layers on several GPUs of the pod. The pod runs as many processes as its
-devices hold models. A server has one device.
+one, several processes of the pod split each of its layers (tensor parallelism), if its family has a plan for it, or one
+process places its layers on several GPUs. The pod holds as many models as its devices have room for. A server has one
+device.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from finetune_contract.choices import (
     PredictRung,
     Stage,
 )
-from finetune_contract.plans import REQUESTED_LOGITS
+from finetune_contract.plans import REQUESTED_LOGITS, tensor_families
 from finetune_operator.api.problems import any_of
 from finetune_operator.api.quantities import human_seconds, parse_quantity
 from finetune_operator.api.types import PredictSpec
@@ -40,6 +41,7 @@ from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.host_memory import inference_bytes as host_bytes
 from finetune_operator.planning.host_memory import memory_request
 from finetune_operator.planning.memory import inference_bytes
+from finetune_operator.planning.model_parallel_plan import shared_counts
 from finetune_operator.planning.vllm_plan import by_vllm, check_vllm_memory
 
 GPU_BATCH_TOKENS = 16_384
@@ -110,9 +112,8 @@ def choose_inference(draft: Draft) -> Draft:
     devices = several if spread is None else spread
     if devices > 1 and (spread is not None or not known):
         draft = draft.with_inference(devices=devices).because(
-            f"a process that evaluates or predicts places the layers of its model on {devices} GPUs: on one it takes "
-            f"{human_bytes(need.least)} of {human_bytes(need.there)}, on {devices} at most "
-            f"{human_bytes(_need(draft, devices).least)} of each"
+            f"the model of an evaluation or prediction is on {devices} GPUs: on one it takes {human_bytes(need.least)} "
+            f"of {human_bytes(need.there)}, on {devices} at most {human_bytes(_need(draft, devices).least)} of each"
         )
     if spread is not None or not known or Stage.EVALUATE not in draft.stages or draft.spec.evaluation is not None:
         return draft
@@ -167,6 +168,52 @@ def choose_workers(draft: Draft) -> Draft:
     )
 
 
+def choose_tensor(draft: Draft) -> Draft:
+    """Choose how the GPUs of a model that does not fit one divide it: each layer among as many processes, which compute
+    together, or whole layers in one process, whose GPUs compute one after the other.
+    """
+    degree, stages = draft.inference.devices, draft.stages
+    if degree == 1:
+        return draft
+    whole = _why_not_tensor(draft, degree)
+    by_stage = {"evaluation": whole, "prediction": whole or _why_not_in_predict(draft)}
+    asked = {"evaluation": Stage.EVALUATE in stages, "prediction": Stage.PREDICT in stages}
+    for what, why in by_stage.items():
+        if asked[what] and why is None:
+            field = "evaluate_tensor" if what == "evaluation" else "predict_tensor"
+            draft = draft.with_inference(**{field: degree}).because(
+                f"{what} splits each layer of the model over {degree} processes with a GPU each (tensor parallelism), "
+                "which compute together"
+            )
+        elif asked[what]:
+            draft = draft.because(
+                f"{what} places whole layers on each of {degree} GPUs, which compute one after the other: {why}"
+            )
+    return draft
+
+
+def _why_not_tensor(draft: Draft, degree: int) -> str | None:
+    """Return why several processes cannot split the layers of the model; None if they can."""
+    model = draft.model
+    if draft.script is not None:
+        return "a program's model has one process"
+    if model.model_type not in tensor_families():
+        return f"there is no tensor-parallel plan for models of type {model.model_type}"
+    uneven = [f"its {count} {what}" for count, what in shared_counts(model) if count % degree]
+    if uneven:
+        return f"{degree} processes cannot share {uneven[0]} equally"
+    return None  # it takes less memory than whole layers on each GPU
+
+
+def _why_not_in_predict(draft: Draft) -> str | None:
+    """Return why a prediction in particular has one process for each model; None if it may have several."""
+    if draft.inference.predict_workers > 1:
+        return "of several pods each has one process"
+    if draft.spec.predict is not None and draft.spec.predict.server is not None:
+        return "texts of spec.predict.server are compared with those of one process"
+    return None
+
+
 def choose_processes(draft: Draft) -> Draft:
     """Choose the processes of one pod that evaluates or predicts. It makes no difference to the result.
 
@@ -192,12 +239,12 @@ def choose_processes(draft: Draft) -> Draft:
     if Stage.EVALUATE in draft.stages:
         count = _enough_processes(there, _seconds_to_evaluate(draft))
         draft = draft.with_inference(evaluate_processes=count).because(
-            _processes_reason("evaluation", draft, there, count)
+            _processes_reason("evaluation", draft, there, count, draft.inference.evaluate_tensor)
         )
     if Stage.PREDICT in draft.stages and draft.inference.predict_workers == 1 and asked is None:
         count = _enough_processes(there, _seconds_to_predict(draft))
         draft = draft.with_inference(predict_processes=count).because(
-            _processes_reason("prediction", draft, there, count)
+            _processes_reason("prediction", draft, there, count, draft.inference.predict_tensor)
         )
     return draft
 
@@ -232,16 +279,19 @@ def _processes_here(draft: Draft, asked: int, groups: int) -> Draft:
 
 
 def _bytes_of_process(draft: Draft) -> int:
-    """Return the host memory, in bytes, of one process while it loads its model."""
-    return host_bytes(draft.model.parameters // draft.inference.devices)
+    """Return the host memory, in bytes, of one process while it loads its model, or of all that load slices of it."""
+    choices = draft.inference
+    together = max(choices.evaluate_tensor, choices.predict_tensor)
+    return together * host_bytes(draft.model.parameters // choices.devices // together)
 
 
 def _enough_processes(there: int, seconds: float | None) -> int:
     return there if seconds is None else min(there, max(1, math.ceil(seconds / PROCESS_SECONDS)))
 
 
-def _processes_reason(what: str, draft: Draft, there: int, count: int) -> str:
-    text, kind = f"{what} by {count} process{'es' * (count > 1)}", _gpus_of_process(draft)
+def _processes_reason(what: str, draft: Draft, there: int, count: int, tensor: int) -> str:
+    each = f"process{'es' * (count > 1)}" if tensor == 1 else f"group{'s' * (count > 1)} of {tensor} processes"
+    text, kind = f"{what} by {count} {each}", _gpus_of_process(draft)
     if count == there < _pod_devices(draft) // draft.inference.devices:
         return f"{text}, as many as the host memory holds: they share the rows"
     if count == there:
@@ -286,12 +336,13 @@ def choose_optimization(draft: Draft) -> Draft:
 
 def _texts_by_server(draft: Draft, asked: PredictSpec) -> Draft:
     """Choose the optimization of texts for `auto` and a server: rounding changes texts, so it needs a tolerance."""
-    if asked.tolerance is None or draft.spec.generation.num_beams > 1:
-        why = "spec.predict.tolerance is not set" if asked.tolerance is None else "a server has no beam search"
+    bounded = asked.tolerance is not None or asked.metric_tolerance is not None
+    if not bounded or draft.spec.generation.num_beams > 1:
+        why = "a server has no beam search" if bounded else "spec.predict.tolerance is not set, nor metricTolerance"
         return draft.because(f"spec.predict.server has no effect: {why}, and the model as it is predicts")
     return draft.with_inference(predict_optimization="measured").because(
-        "texts are generated by spec.predict.server where it is faster on a sample of the rows and enough of its texts "
-        "are equal, in a small job by the model as it is (spec.predict.optimization is auto)"
+        "texts are generated by spec.predict.server where it is faster on a sample of the rows and within the "
+        "tolerance, in a small job by the model as it is (spec.predict.optimization is auto)"
     )
 
 
@@ -334,18 +385,22 @@ def _seconds_to_predict(draft: Draft) -> float | None:
     generated text is not known.
     """
     predict = decided(draft.spec.predict)
-    return None if predict.dataset is not None or draft.spec.task in WRITING_TASKS else _seconds_of_rows(draft)
+    if predict.dataset is not None or draft.spec.task in WRITING_TASKS:
+        return None
+    return _seconds_of_rows(draft, draft.inference.predict_tensor)
 
 
 def _seconds_to_evaluate(draft: Draft) -> float | None:
     """Return the same for an evaluation, in which a task with comparison has a second model answer the rows."""
     writes = draft.spec.task in ("summarization", "translation")
-    seconds = None if writes else _seconds_of_rows(draft)
+    seconds = None if writes else _seconds_of_rows(draft, draft.inference.evaluate_tensor)
     return seconds if seconds is None or not draft.compares else 2 * seconds
 
 
-def _seconds_of_rows(draft: Draft) -> float | None:
-    """Return the seconds that one process takes to read all rows of the split that is evaluated and predicted."""
+def _seconds_of_rows(draft: Draft, together: int) -> float | None:
+    """Return the seconds in which one model reads all rows of the split that is evaluated and predicted, on a GPU or on
+    several that compute `together`.
+    """
     if draft.data is None:
         return None
     split = draft.data.splits.get("test") or draft.data.splits.get("validation")
@@ -356,7 +411,7 @@ def _seconds_of_rows(draft: Draft) -> float | None:
         return operations / (draft.hardware.cpu_cores * CPU_FLOPS_PER_CORE * CPU_UTILISATION)
     gpu = find_gpu(draft.hardware.gpu.product, draft.settings.hardware)
     peak = 0.0 if gpu is None else gpu.peak_flops(draft.inference.precision)
-    return operations / (peak * GPU_UTILISATION) if peak else None
+    return operations / (together * peak * GPU_UTILISATION) if peak else None
 
 
 def check_inference(draft: Draft) -> Draft:
@@ -460,7 +515,7 @@ def _need(draft: Draft, devices: int = 1) -> _Need:
     return _Need(_takes(draft, "fp32", devices), narrow, gpu.memory_bytes, devices)
 
 
-def _takes(draft: Draft, precision: InferencePrecision, devices: int = 1) -> int:
+def _takes(draft: Draft, precision: InferencePrecision, devices: int = 1, *, tensor: bool = False) -> int:
     """Return the bytes that one process takes of each of its devices."""
     task, sequences, generation = draft.spec.task, draft.lengths.sequences, draft.spec.generation
     # A batch has at least one row.
@@ -468,4 +523,6 @@ def _takes(draft: Draft, precision: InferencePrecision, devices: int = 1) -> int
     if task in WRITING_TASKS:
         cached = max(tokens, (draft.length_limit + generation.max_new_tokens) * generation.num_beams)
     length = draft.length_limit
-    return inference_bytes(draft.model, task, precision, tokens=tokens, length=length, cached=cached, devices=devices)
+    return inference_bytes(
+        draft.model, task, precision, tokens=tokens, length=length, cached=cached, devices=devices, tensor=tensor
+    )

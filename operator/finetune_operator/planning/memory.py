@@ -1125,13 +1125,16 @@ def inference_bytes(
     length: int,
     cached: int,
     devices: int = 1,
+    tensor: bool = False,
 ) -> int:
     """Return the memory that one process with the whole model takes of each of its GPUs, on batches of `tokens` padded
-    tokens, in rows of `length`; `cached`: tokens whose keys and values are in the cache while it generates.
+    tokens, in rows of `length`; `cached`: tokens whose keys and values are in the cache while it generates. `tensor`:
+    several processes with a GPU each, which split each layer.
 
     Over several `devices` each GPU has whole layers with their keys and values. transformers fills a GPU up to its
     share and 1.25 times the largest unit, a block or the embeddings (`get_balanced_memory` in its
-    `integrations/accelerate.py`).
+    `integrations/accelerate.py`). With `tensor` each has a share of all layers and their heads; most plans of
+    transformers keep the embeddings whole, and logits are gathered.
 
     Activations are those of one layer at a time, at most as many as training saves. Logits are there in full, and twice
     if the model computes a loss of its own, as text-to-text models do; a decoder computes `REQUESTED_LOGITS` at a time,
@@ -1162,6 +1165,8 @@ def inference_bytes(
     kept = cached * 2 * layers * model.key_value_width * width
     passing = tokens * activation_bytes_per_token(work) + max(judged, kept)
     held = model.parameters
-    if devices > 1:
+    if tensor:
+        held = min(held, -(-(held - model.embedding_parameters) // devices) + model.embedding_parameters)
+    elif devices > 1:
         held = min(held, -(-held // devices) + 5 * largest_layer(model) // 4)
     return width * held + int((1 + ALLOCATOR_SHARE) * passing) + CUDA_CONTEXT_BYTES

@@ -219,11 +219,14 @@ def _check_tensor(draft: Draft) -> Draft:
             "set it to 1, and spread the model by parallelism.pipeline or strategy fsdp or deepspeed",
             "NotSupported",
         )
-    uneven = [(count, what) for count, what in _dealt_out(model) if count % degree]
+    uneven = [(count, what) for count, what in shared_counts(model) if count % degree]
     if draft.model_known and uneven:
         count, what = uneven[0]
         return draft.refusing(
-            path, degree, f"it has to divide the model's {count} {what}", divisor_hint(degree, count, _dealt_out(model))
+            path,
+            degree,
+            f"it has to divide the model's {count} {what}",
+            divisor_hint(degree, count, shared_counts(model)),
         )
     return draft
 
@@ -233,7 +236,7 @@ def divisor_hint(degree: int, blamed: int, counts: Iterable[tuple[int, str]]) ->
     return f"set it to {math.gcd(degree, *(count for count, _ in counts))}, or to another divisor of {blamed}"
 
 
-def _dealt_out(model: ModelFacts) -> tuple[tuple[int, str], ...]:
+def shared_counts(model: ModelFacts) -> tuple[tuple[int, str], ...]:
     """Return the counts that tensor ranks share equally, each with its name."""
     return (*heads(model), (model.intermediate_size, "columns of feed-forward layers"))
 

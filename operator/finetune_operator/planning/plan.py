@@ -31,6 +31,7 @@ from finetune_operator.planning.inference import (
     choose_inference,
     choose_optimization,
     choose_processes,
+    choose_tensor,
     choose_workers,
     inference_tokens,
 )
@@ -92,6 +93,7 @@ def _plan(draft: Draft) -> JobPlan:
         choose_inference,
         choose_workers,
         choose_predict_engine,
+        choose_tensor,
         choose_processes,
         choose_optimization,
         choose_servers,

@@ -76,16 +76,17 @@ def _stage_rows(plan: JobPlan) -> tuple[Row, ...]:
         shared = f"{pods} pods, each " if pods > 1 else ""
         settings = trainer.evaluation if stage is Stage.EVALUATE else trainer.predict
         devices = 0 if settings is None or settings.device == "cpu" else pod.devices_per_process
-        rows.append(Row(stage.value, shared + processes_text(pod.processes, devices)))
+        rows.append(Row(stage.value, shared + processes_text(pod.processes, devices, pod.tensor)))
     return tuple(rows)
 
 
-def processes_text(processes: int, devices: int) -> str:
-    """Describe the processes of a pod that evaluates or predicts, e.g. `2 processes x 4 GPUs`; without GPUs if there
-    are no `devices`.
+def processes_text(processes: int, devices: int, tensor: int) -> str:
+    """Describe the processes of a pod that evaluates or predicts, e.g. `2 processes x 4 GPUs`, or `8 processes x 1 GPU,
+    4 for each model`; without GPUs if there are no `devices`.
     """
     each = f" x {devices} GPU{'s' * (devices > 1)}" if devices else ""
-    return f"{processes} process{'es' * (processes > 1)}{each}"
+    together = f", {tensor} for each model" if tensor > 1 else ""
+    return f"{processes} process{'es' * (processes > 1)}{each}{together}"
 
 
 def _rows_note(plan: JobPlan) -> str:

@@ -10,6 +10,7 @@ from finetune_contract.trainer_job import (
     Evaluation,
     Gate,
     Generation,
+    InferenceProcesses,
     ModelSource,
     Prediction,
     Preference,
@@ -98,6 +99,12 @@ def _training(draft: Draft) -> Training:
     )
 
 
+def _pod(draft: Draft, models: int, tensor: int) -> InferenceProcesses:
+    """Return the processes of a pod with so many models."""
+    devices = draft.inference.devices if tensor == 1 else 1
+    return InferenceProcesses(processes=models * tensor, devices_per_process=devices, tensor=tensor)
+
+
 def _evaluation(draft: Draft) -> Evaluation | None:
     if Stage.EVALUATE not in draft.stages:
         return None
@@ -106,9 +113,11 @@ def _evaluation(draft: Draft) -> Evaluation | None:
     gate = None
     if asked is not None and asked.gate is not None:
         gate = Gate(metric=asked.gate.metric, minimum=asked.gate.minimum, maximum=asked.gate.maximum)
+    pod = _pod(draft, draft.inference.evaluate_processes, draft.inference.evaluate_tensor)
     return Evaluation(
-        processes=draft.inference.evaluate_processes,
-        devices_per_process=draft.inference.devices,
+        processes=pod.processes,
+        devices_per_process=pod.devices_per_process,
+        tensor=pod.tensor,
         metrics=metrics,
         gate=gate,
         device=draft.inference_device,
@@ -126,9 +135,11 @@ def _prediction(draft: Draft) -> Prediction | None:
     asked = draft.spec.predict
     if asked is None:
         return None
+    pod = _pod(draft, draft.inference.predict_processes, draft.inference.predict_tensor)
     return Prediction(
-        processes=draft.inference.predict_processes,
-        devices_per_process=draft.inference.devices,
+        processes=pod.processes,
+        devices_per_process=pod.devices_per_process,
+        tensor=pod.tensor,
         dataset=predicted_source(draft.spec),
         output=asked.output,
         columns=asked.columns,

@@ -245,7 +245,12 @@ def _product(job_plan: JobPlan) -> str | None:
 
 def _inference_status(job_plan: JobPlan, stage: Stage) -> InferenceStatus:
     pod = job_plan.trainer.inference(stage)
-    return InferenceStatus(stage=stage, processes=pod.processes, gpus_per_process=pod.devices_per_process)
+    return InferenceStatus(
+        stage=stage,
+        processes=pod.processes,
+        gpus_per_process=pod.devices_per_process,
+        processes_per_model=pod.tensor if pod.tensor > 1 else None,
+    )
 
 
 def _planned_for(device: PlannedDevice | None) -> str | None:

@@ -75,7 +75,7 @@ def _without_processes(trainer: TrainerJob) -> TrainerJob:
     """Return the job without the processes of other stages and their network, which servers do not read: another number
     of them is no reason to replace servers.
     """
-    one = {"processes": 1, "devices_per_process": 1}
+    one = {"processes": 1, "devices_per_process": 1, "tensor": 1}
     parts: dict[str, Order | None] = {
         "evaluation": None if trainer.evaluation is None else trainer.evaluation.model_copy(update=one),
         "predict": None if trainer.predict is None else trainer.predict.model_copy(update=one),

@@ -106,8 +106,9 @@ def _expected_bytes(plan: JobPlan, stage: Stage) -> int:
         # One process reads; each pod of an Indexed Job has one process that tokenises.
         return (1 + plan.trainer.preparation.workers // plan.trainer.preparation.pods) * CPU_PROCESS_BYTES
     pod = plan.trainer.inference(stage)
-    # A model on several GPUs is read layer by layer, into the memory of each.
-    return pod.processes * inference_bytes(plan.model.parameters // pod.devices_per_process)
+    # A model on several GPUs is read weight by weight, into the memory of each. Processes that split its layers read
+    # their slices alone.
+    return pod.processes * inference_bytes(plan.model.parameters // pod.devices_per_model // pod.tensor)
 
 
 def shared_memory(plan: JobPlan, spec: FineTuneJobSpec, stage: Stage) -> str:

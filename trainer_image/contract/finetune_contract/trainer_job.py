@@ -6,7 +6,7 @@ trainer, and a field unknown to the trainer is refused rather than ignored.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -373,17 +373,39 @@ _SomeProcesses: TypeAlias = Annotated[int, Field(ge=1, exclude_if=lambda count: 
 
 
 class InferenceProcesses(Order):
-    """Use of a pod's devices for inference: `processes`, each with a whole model on its own devices."""
+    """Use of a pod's devices for inference: `processes`, each with a whole model on its own devices, or with a slice of
+    one that `tensor` neighbouring processes hold together.
+    """
 
     processes: _SomeProcesses = 1
-    """Processes of one pod that share the rows."""
+    """Processes of one pod. Those without a common model share the rows."""
     devices_per_process: _SomeProcesses = 1
     """GPUs that hold the layers of one process's model, each GPU a part of them."""
+    tensor: _SomeProcesses = 1
+    """Degree of tensor parallelism: neighbouring processes that split each layer of one model, for the same rows."""
+
+    @model_validator(mode="after")
+    def _one_way_to_divide_the_model(self) -> Self:
+        if self.tensor > 1 and self.devices_per_process > 1:
+            raise ValueError("devices_per_process is 1 with tensor: each process has a slice of all layers")
+        if self.processes % self.tensor:
+            raise ValueError(f"processes must be a multiple of tensor, {self.tensor}")
+        return self
 
     @property
     def devices(self) -> int:
         """Devices of one pod."""
         return self.processes * self.devices_per_process
+
+    @property
+    def models(self) -> int:
+        """Models of one pod, which share the rows."""
+        return self.processes // self.tensor
+
+    @property
+    def devices_per_model(self) -> int:
+        """Devices that hold one model."""
+        return self.tensor * self.devices_per_process
 
 
 class Evaluation(InferenceProcesses):
@@ -547,6 +569,8 @@ class TrainerJob(Order):
                 raise ValueError("processes is 1 with script: the stage prepares rows for the program's model first")
         if self.evaluation is not None and self.evaluation.optimization != "none" and self.evaluation.processes > 1:
             raise ValueError("processes is 1 with optimization: each process would measure for itself")
+        if self.predict is not None and self.predict.tensor > 1 and self.predict.optimization != "none":
+            raise ValueError("optimization is none with tensor: rungs convert a whole model")
         if self.predict is not None and self.predict.processes > 1 and self.predict.workers > 1:
             raise ValueError("processes is for one pod: with several workers, each has one process")
         return self

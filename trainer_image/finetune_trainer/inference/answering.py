@@ -26,7 +26,9 @@ from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.optimization.choosing import Sample
 from finetune_trainer.inference.optimization.rung_protocol import Substitute
-from finetune_trainer.inference.runner import REFUSED, Means, answers_of
+from finetune_trainer.inference.pod_processes import BatchShare
+from finetune_trainer.inference.runner import REFUSED, Means, answers_of, follow
+from finetune_trainer.inference.tensor_group import WHOLE_MODEL, WholeModel
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import NoProgress, ProgressSink
 from finetune_trainer.tasks.padding import padded
@@ -77,6 +79,8 @@ class Answerer:
     """Forward pass or generation that replaces the model's; None: the model's own."""
     settled: bool = False
     """True if the model stays on its device and in evaluation mode."""
+    group: WholeModel = WHOLE_MODEL
+    """Processes that hold the model."""
 
     def answers(self, shard: RowShard, rows: ShardRows, progress: ProgressSink) -> ShardAnswers:
         """Return predictions for all rows that can be answered. StageError of the model, and DATA `MixedTypes` if rows
@@ -198,6 +202,21 @@ class Answerer:
             forward=forward,
             seed=seed,
             settled=self.settled,
+            share=BatchShare(group=self.group),
+        )
+
+    def follow(self) -> None:
+        """Compute this process's part of the shards that the first process of the group answers."""
+        tokenizer = self.encoder.coding.tokenizer
+        assert isinstance(tokenizer.pad_token_id, int)
+        follow(
+            Stage.PREDICT,
+            self.job,
+            self.model,
+            self.group,
+            device=self.means.device,
+            pad_token_id=tokenizer.pad_token_id,
+            tokenizer=tokenizer,
         )
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass, JobPaths
@@ -13,9 +12,10 @@ from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.labelled_rows import labelled_split
+from finetune_trainer.inference.optimization.rung_protocol import ForwardPass
 from finetune_trainer.inference.optimization.served_rung import JUDGED_IN, judged_rung
 from finetune_trainer.inference.pod_processes import BatchShare, evaluation_share
-from finetune_trainer.inference.runner import Means, answers_of, model_to_use, reference_model
+from finetune_trainer.inference.runner import Means, answers_of, follow, model_to_use, reference_model
 from finetune_trainer.metric_names import refuse_unknown_metrics
 from finetune_trainer.model_card import write_model_card
 from finetune_trainer.progress import ProgressSink
@@ -23,6 +23,9 @@ from finetune_trainer.report_parts import not_met
 from finetune_trainer.reporting import merge_metrics, write_confusion, write_samples
 from finetune_trainer.tasks.task_protocol import REFERENCE, Answer, TaskModule, compared, labels_of
 from finetune_trainer.tasks.task_registry import task_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _SAMPLES = 20
 
@@ -43,7 +46,7 @@ def evaluate(
     split = labelled_split(task, prepared)
     wanted = _wanted(job, task.metrics[prepared.facts.label_form])
     means = Means.of(job.evaluation)
-    share = evaluation_share(world, job.inference(Stage.EVALUATE))
+    share = evaluation_share(world, job.inference(Stage.EVALUATE), means.device)
     answers, rung = _answers(job, paths, prepared, split, share, progress)
     share.end()
     if answers is None:
@@ -82,23 +85,33 @@ def _answers(
     """Return the answers of all processes, with those of the model before training if the task compares them; None if
     this process does not lead. Return also the rung that computed them, if the job requests one.
     """
-    task, means = task_of(job), Means.of(job.evaluation)
-    answers_by = partial(
-        answers_of,
-        Stage.EVALUATE,
-        job,
-        split=split,
-        device=means.device,
-        batch_tokens=means.batch_tokens,
-        progress=progress,
-        share=share,
-    )
+    task, means, group = task_of(job), Means.of(job.evaluation), share.group
+    place = (means.precision, means.devices, group)
+
+    def answered(model: PreTrainedModel, forward: ForwardPass | None = None) -> list[Answer] | None:
+        if not group.leads:
+            follow(Stage.EVALUATE, job, model, group, device=means.device, pad_token_id=split.data.pad_token_id)
+            return share.gathered([])
+        answers = answers_of(
+            Stage.EVALUATE,
+            job,
+            model,
+            split,
+            device=means.device,
+            batch_tokens=means.batch_tokens,
+            progress=progress,
+            forward=forward,
+            share=share,
+        )
+        group.end()
+        return share.gathered(answers)
+
     reference: list[Answer] | None = None
     if compared(task):  # one model at a time
-        reference = share.gathered(answers_by(reference_model(job, task, means.precision, means.devices)))
-    model = model_to_use(job, paths, prepared, means.precision, means.devices)
+        reference = answered(reference_model(job, task, *place))
+    model = model_to_use(job, paths, prepared, *place)
     with judged_rung(job, paths, model, labels_of(prepared.facts)) as (rung, forward):
-        answers = share.gathered(answers_by(model, forward=forward))
+        answers = answered(model, forward)
     if answers is None or reference is None:
         return answers, rung
     return [{**answer, **_of_reference(base)} for answer, base in zip(answers, reference, strict=True)], rung

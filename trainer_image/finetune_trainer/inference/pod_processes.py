@@ -1,7 +1,8 @@
 """Processes of one pod that evaluate or predict together: their GPUs, and the rows of each.
 
-Each process has a whole model, on one device or with its layers on several. `visible_gpus` hides all other GPUs from a
-process, so that the rest of the code uses `cuda:0` and the next ones. An evaluation deals the batches of one process
+Each process has a whole model, on one device or with its layers on several, or a slice of one
+(`tensor_group`). `visible_gpus` hides all other GPUs from a process, so that the rest of the code uses `cuda:0` and the
+next ones. An evaluation deals the batches of one process
 out and gathers the answers, so that its metrics are those of one process. A prediction shares the shards of its rows
 through files (`prediction_workers`), as several pods do.
 """
@@ -19,6 +20,7 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import InferenceProcesses
 from finetune_trainer.distributed import INSTANCE, PATIENCE, ProcessWorld, disconnect, gathered_on_first
 from finetune_trainer.failures import StageError
+from finetune_trainer.inference.tensor_group import WHOLE_MODEL, WholeModel, joined_group
 
 if TYPE_CHECKING:
     import torch
@@ -33,15 +35,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BatchShare:
-    """Share of one process in the batches of an evaluation."""
+    """Share of one model in the batches of an evaluation."""
 
     index: int = 0
     count: int = 1
-
-    @property
-    def leads(self) -> bool:
-        """True if it gets all answers."""
-        return self.index == 0
+    """Number of models."""
+    group: WholeModel = WHOLE_MODEL
+    """Processes that hold the model."""
 
     def of(self, batches: Sequence[T]) -> Sequence[T]:
         """Return every `count`-th batch. Batches are in the order of their length, so shares take about as long."""
@@ -54,12 +54,13 @@ class BatchShare:
         Every process has to call it.
         """
         if self.count == 1:
-            return answers
+            return answers if self.group.leads else None
         mine = [(at, answer) for at, answer in enumerate(answers) if answer]
         found = gathered_on_first(mine)
         if found is None:
             return None
-        log.info("Rows answered by each process: %s.", ", ".join(f"{len(share):,}" for share in found))
+        shares = found[:: self.group.size]
+        log.info("Rows answered by each process: %s.", ", ".join(f"{len(share):,}" for share in shares))
         every: list[Answer] = [{}] * len(answers)
         for at, answer in (each for share in found for each in share):
             every[at] = {**every[at], **answer}
@@ -67,7 +68,7 @@ class BatchShare:
 
     def end(self) -> None:
         """Leave the group of processes, once all of them have sent their answers."""
-        if self.count > 1:
+        if self.count * self.group.size > 1:
             disconnect()
 
 
@@ -97,7 +98,7 @@ def visible_gpus(environment: Mapping[str, str], local_rank: int, count: int) ->
     return [str(number) for number in range(first, first + count)]
 
 
-def evaluation_share(world: ProcessWorld, pod: InferenceProcesses) -> BatchShare:
+def evaluation_share(world: ProcessWorld, pod: InferenceProcesses, device: Device) -> BatchShare:
     """Join the other processes that evaluate; return this one's share. StageError WORLD_SIZE."""
     if world.size != pod.processes:
         raise StageError(
@@ -111,9 +112,11 @@ def evaluation_share(world: ProcessWorld, pod: InferenceProcesses) -> BatchShare
         return ALL_BATCHES
     import torch
 
-    # Answers are in host memory. The first process waits for the slowest one.
-    torch.distributed.init_process_group("gloo", timeout=PATIENCE)
-    return BatchShare(world.rank, world.size)
+    group = joined_group(world, pod, device)
+    if not torch.distributed.is_initialized():
+        # Answers are in host memory. The first process waits for the slowest one.
+        torch.distributed.init_process_group("gloo", timeout=PATIENCE)
+    return BatchShare(world.rank // pod.tensor, pod.models, group)
 
 
 # ------------------------------------------------------------------------------------------- layers on several devices

@@ -27,6 +27,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.allocator import give_back_freed_memory
@@ -44,6 +45,7 @@ from finetune_trainer.inference.prediction_parts import FILE, POSITION, Joined, 
 from finetune_trainer.inference.prediction_workers import Crew, Sharing, SingleWorker, result_of
 from finetune_trainer.inference.runner import Means, settle, used_model, weights_version
 from finetune_trainer.inference.shard_claims import Worker
+from finetune_trainer.inference.tensor_group import WHOLE_MODEL, WholeModel, joined_group
 from finetune_trainer.progress import NoProgress, ProgressSink
 from finetune_trainer.reporting import merge_metrics
 from finetune_trainer.tasks.task_protocol import Coding
@@ -86,7 +88,16 @@ def predict(
     `DeviceMissing`, COLLECTIVE if another worker failed, WORLD_SIZE, or CONFIG for an output that cannot be written; an
     earlier result stays on failure.
     """
-    return predict_as(Worker.of(job, world, environment), job, paths, progress)
+    worker = Worker.of(job, world, environment)
+    group = joined_group(world, job.inference(Stage.PREDICT), Means.of(job.predict).device)
+    if not group.leads:
+        given = _PredictionInputs.of(job, paths, _copies(job, output_of(job, paths)), group)
+        if group.has_begun():
+            _loaded_answerer(given, paths).follow()
+        return {"rows": 0}
+    result = predict_as(worker, job, paths, progress, group=group)
+    group.end()
+    return result
 
 
 def predict_as(
@@ -95,9 +106,10 @@ def predict_as(
     paths: JobPaths,
     progress: ProgressSink,
     watch: Callable[[], None] = lambda: None,
+    group: WholeModel = WHOLE_MODEL,
 ) -> dict[str, Any]:
-    """Do the share of `worker` in a prediction, or all of it if None; `watch`: see `Crew`. Result and errors as of
-    `predict`.
+    """Do the share of `worker` in a prediction, or all of it if None; `watch`: see `Crew`; `group`: the processes that
+    hold its model. Result and errors as of `predict`.
     """
     output = output_of(job, paths)
     if job.predict is None or job.predict.optimization == "none":
@@ -107,7 +119,7 @@ def predict_as(
             return {"rows": 0}  # it comes late
         discard(paths.root / _PARTS, paths.root, _OVER)
         return dict(result)
-    given = _PredictionInputs.of(job, paths, _copies(job, output))
+    given = _PredictionInputs.of(job, paths, _copies(job, output), group)
     parts = Parts(paths.root / _PARTS / given.key(paths)).open()
     if worker is None:
         done = _AnsweredParts(progress, given.source.weight, parts, others=False)
@@ -183,15 +195,17 @@ class _PredictionInputs:
     role: str
     requested: RequestedColumns
     means: Means
+    group: WholeModel
+    """Processes that hold the model."""
 
     @classmethod
-    def of(cls, job: TrainerJob, paths: JobPaths, copies: Mapping[str, str]) -> _PredictionInputs:
+    def of(cls, job: TrainerJob, paths: JobPaths, copies: Mapping[str, str], group: WholeModel) -> _PredictionInputs:
         """Return the inputs of the job; StageErrors of the data source and of the task's columns."""
         task, means = task_of(job), Means.of(job.predict)
         part = predict_part(job, task)
         if part is not None:
             source = row_source(part.source, part.needs)
-            return cls(job, source, "predict", RequestedColumns(part.columns, part.setting, copies), means)
+            return cls(job, source, "predict", RequestedColumns(part.columns, part.setting, copies), means, group)
         prepared = PreparedData.open(paths)
         role = next((role for role in ("test", "validation") if role in prepared.facts.splits), None)
         if role is None:
@@ -206,7 +220,7 @@ class _PredictionInputs:
         split = prepared.of(role)
         source = PreparedRows(split, prepared.facts.fingerprint)
         _refuse_missing_id(job, split)
-        return cls(job, source, role, RequestedColumns(job.dataset.columns, "dataset", copies), means)
+        return cls(job, source, role, RequestedColumns(job.dataset.columns, "dataset", copies), means, group)
 
     @cached_property
     def coding(self) -> Coding:
@@ -228,6 +242,8 @@ class _PredictionInputs:
         }
         if job.predict is not None and job.predict.metric_tolerance is not None:
             basis["metric_tolerance"] = job.predict.metric_tolerance
+        if self.means.tensor > 1:
+            basis["tensor"] = self.means.tensor
         return hashlib.sha256(json.dumps(basis, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -413,16 +429,14 @@ def _answer(
 def _answerer(given: _PredictionInputs, parts: Parts, sharing: Sharing, paths: JobPaths) -> Answerer:
     import torch
 
-    # The bytes of the output do not depend on the GPUs of a model.
-    means = {name: value for name, value in asdict(given.means).items() if name != "devices"}
+    # The bytes of the output do not depend on the GPUs of a model, but on a division of its sums.
+    left_out = {"devices"} if given.means.tensor > 1 else {"devices", "tensor"}
+    means = {name: value for name, value in asdict(given.means).items() if name not in left_out}
 
-    job, task = given.job, task_of(given.job)
-    model, _ = used_model(job, paths, given.means.precision, given.means.devices)
-    labels = labels_of_model(job, task, model.config)
-    settle(model, given.means.device)
-    encoder = Encoder(task, given.coding, packing=False)
-    answerer = Answerer(job, encoder, model, labels, given.means, given.requested, settled=True)
-    workers = 1 if job.predict is None else job.predict.workers * job.predict.processes
+    job = given.job
+    given.group.begin()
+    answerer = _loaded_answerer(given, paths)
+    workers = 1 if job.predict is None else job.predict.workers * job.predict.models
     source = given.source
     rungs = RungInUse(answerer, source.shards, source.weight, paths, weights_version(job, paths), workers)
 
@@ -436,6 +450,16 @@ def _answerer(given: _PredictionInputs, parts: Parts, sharing: Sharing, paths: J
     agreed = parts.agreed(_FORMAT, means, choose, first)
     torch.set_num_threads(agreed.threads)
     return replace(answerer, forward=rungs.forward(str(agreed.optimization.get(RUNG, "none"))))
+
+
+def _loaded_answerer(given: _PredictionInputs, paths: JobPaths) -> Answerer:
+    """Load the model, or this process's slice of it."""
+    job, task, means = given.job, task_of(given.job), given.means
+    model, _ = used_model(job, paths, means.precision, means.devices, given.group)
+    labels = labels_of_model(job, task, model.config)
+    settle(model, means.device)
+    encoder = Encoder(task, given.coding, packing=False)
+    return Answerer(job, encoder, model, labels, means, given.requested, settled=True, group=given.group)
 
 
 def _forget_table(paths: JobPaths) -> None:

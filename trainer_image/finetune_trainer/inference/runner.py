@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from finetune_contract.choices import Device, InferencePrecision, Stage
 from finetune_contract.layout import FailureClass, JobPaths
@@ -26,6 +26,8 @@ from finetune_trainer.inference.pod_processes import (
     places,
     refuse_host_memory,
 )
+from finetune_trainer.inference.tensor_group import WHOLE_MODEL, Answering, WholeModel, held_share
+from finetune_trainer.measured_facts import model_without_weights
 from finetune_trainer.models import load_tokenizer, pinned, resolve_model
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.tasks.task_protocol import Answer, Feature, TaskModule, Writer, labels_of
@@ -41,7 +43,6 @@ log = logging.getLogger(__name__)
 
 REFUSED = "refused"
 """Key of an answer without a text: the reason and the message."""
-_Answering: TypeAlias = Callable[[Sequence[Feature]], list[Answer]]
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,17 @@ class Means:
     precision: InferencePrecision = "fp32"
     devices: int = 1
     """GPUs that hold the model's layers; results do not depend on it."""
+    tensor: int = 1
+    """Processes that split each layer of the model; sums in other orders round otherwise."""
 
     @classmethod
     def of(cls, settings: Evaluation | Prediction | None) -> Means:
         """Return the settings of the job."""
         if settings is None:
             return cls()
-        return cls(settings.device, settings.batch_tokens, settings.precision, settings.devices_per_process)
+        return cls(
+            settings.device, settings.batch_tokens, settings.precision, settings.devices_per_process, settings.tensor
+        )
 
     @property
     def entry(self) -> dict[str, str]:
@@ -69,15 +74,20 @@ class Means:
 
 
 def model_to_use(
-    job: TrainerJob, paths: JobPaths, prepared: PreparedData, precision: InferencePrecision, devices: int = 1
+    job: TrainerJob,
+    paths: JobPaths,
+    prepared: PreparedData,
+    precision: InferencePrecision,
+    devices: int = 1,
+    group: WholeModel = WHOLE_MODEL,
 ) -> PreTrainedModel:
     """Return the model that the job trained, or `model.uri` if it trains nothing; in `precision`, with its layers on
-    `devices` GPUs if they are several.
+    `devices` GPUs if they are several, or the slice of this process if it belongs to a `group`.
 
     StageError MODEL `ModelNotTrained` if training has not ended with a model, `LabelsChanged` if the model was trained
     for other labels than those of the prepared data.
     """
-    model, name = used_model(job, paths, precision, devices)
+    model, name = used_model(job, paths, precision, devices, group)
     labels = task_of(job).model_labels(model.config)
     if labels != labels_of(prepared.facts):
         raise StageError(
@@ -91,7 +101,11 @@ def model_to_use(
 
 
 def used_model(
-    job: TrainerJob, paths: JobPaths, precision: InferencePrecision, devices: int = 1
+    job: TrainerJob,
+    paths: JobPaths,
+    precision: InferencePrecision,
+    devices: int = 1,
+    group: WholeModel = WHOLE_MODEL,
 ) -> tuple[PreTrainedModel, str]:
     """Return the model of `model_to_use` with any labels, and its name."""
     task = task_of(job)
@@ -107,7 +121,7 @@ def used_model(
             )
         name = str(paths.model)
         arguments = {"trust_remote_code": job.model.trust_remote_code, "local_files_only": True}
-    return _loaded(task, job, name, arguments, precision, devices), name
+    return _loaded(task, job, name, arguments, precision, devices, group), name
 
 
 def weights_version(job: TrainerJob, paths: JobPaths) -> object:
@@ -121,7 +135,11 @@ def weights_version(job: TrainerJob, paths: JobPaths) -> object:
 
 
 def reference_model(
-    job: TrainerJob, task: TaskModule, precision: InferencePrecision, devices: int = 1
+    job: TrainerJob,
+    task: TaskModule,
+    precision: InferencePrecision,
+    devices: int = 1,
+    group: WholeModel = WHOLE_MODEL,
 ) -> PreTrainedModel:
     """Return the model that the job started from, like `model_to_use`; StageError CONFIG if it trains none."""
     if job.training is None:
@@ -134,7 +152,7 @@ def reference_model(
         )
     began_with, _ = pinned(job)
     name, arguments = resolve_model(began_with.model.uri, began_with.model.revision, job.model.trust_remote_code)
-    return _loaded(task, began_with, name, arguments, precision, devices)
+    return _loaded(task, began_with, name, arguments, precision, devices, group)
 
 
 def _loaded(
@@ -144,12 +162,19 @@ def _loaded(
     arguments: Mapping[str, Any],
     precision: InferencePrecision,
     devices: int,
+    group: WholeModel,
 ) -> PreTrainedModel:
     from finetune_trainer.device_units import TORCH_TYPES
 
     if devices > 1:
         refuse_missing_gpu(index=devices - 1)  # the last one
-    model = task.load_model(job, name, {**arguments, **placement(devices)}, TORCH_TYPES[precision])
+    def load(further: Mapping[str, Any]) -> PreTrainedModel:
+        return task.load_model(job, name, {**arguments, **placement(devices), **further}, TORCH_TYPES[precision])
+
+    model = group.loaded(lambda: model_without_weights(job), load)
+    if group.size > 1:
+        held = 100 * held_share(model)
+        log.info("%d processes share %s: this one has %.0f %% of its weights.", group.size, name, held)
     if devices > 1:
         refuse_host_memory(model)
         log.info("The layers of %s are on %d GPUs.", name, len(places(model)))
@@ -175,12 +200,13 @@ def answers_of(
 ) -> list[Answer]:
     """Return one answer for each feature of the split, in order, empty for those outside of `share`; the answer of each
     row's last feature has the text that the model writes. StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing` without the
-    GPU that `device` requires.
+    GPU that `device` requires. The other processes of the group of `share` have to call `follow`.
 
     `batch_tokens` bounds the padded tokens of a batch; batches that exceed the GPU's memory are halved until they fit,
-    and a single row that does not fit is StageError OUT_OF_MEMORY. The model keeps its dtype; `progress` counts
-    features, twice if they are both judged and written to. `seed` starts the sampling; None: the job's. `tokenizer`:
-    the job's, if the caller has loaded it. `forward`: forward pass that replaces the model's, except for writing.
+    and a single row that does not fit is StageError OUT_OF_MEMORY, as is any batch of a group. The model keeps its
+    dtype; `progress` counts features, twice if they are both judged and written to. `seed` starts the sampling; None:
+    the job's. `tokenizer`: the job's, if the caller has loaded it. `forward`: forward pass that replaces the model's,
+    except for writing.
     `settled`: True if the model is on `device` and in evaluation mode; walking through its modules takes longer than a
     small model takes for a row.
     """
@@ -194,14 +220,21 @@ def answers_of(
     total = sum(len(wanted) for _, batches in rounds for wanted in batches)
     rounds = [(answering, share.of(batches)) for answering, batches in rounds]
     own, done = sum(len(wanted) for _, batches in rounds for wanted in batches), 0
+    group, seed_here = share.group, partial(_seed, device=device)
     try:
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             begin = job.seed if seed is None else seed
-            _seed(begin, device)
+
+            def seeded(first: int = 0) -> None:
+                group.seed(begin + first)
+                seed_here(begin + first)
+
+            seeded()
             # The answers to a batch of an evaluation do not depend on the batches before, which others may have.
-            seeded = partial(_seed_batch, begin, device) if stage == Stage.EVALUATE else None
-            for answering, batches in rounds:
-                for wanted, answers in _answered_batches(answering, batches, split, seeded):
+            before = (lambda wanted: seeded(int(wanted[0]))) if stage == Stage.EVALUATE else None
+            for number, (answering, batches) in enumerate(rounds):
+                led = group.led(answering, number)
+                for wanted, answers in _answered_batches(led, batches, split, before, whole=group.size == 1):
                     for at, answer in zip(wanted, answers, strict=True):
                         result[at] = {**result[at], **answer}
                     done += len(wanted)
@@ -210,6 +243,27 @@ def answers_of(
         if was_training:
             model.train()
     return result
+
+
+def follow(
+    stage: Stage,
+    job: TrainerJob,
+    model: PreTrainedModel,
+    group: WholeModel,
+    *,
+    device: Device,
+    pad_token_id: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Compute this process's part of the batches of `answers_of` that the first process of the group answers, until it
+    ends the group's work. Parameters as there.
+    """
+    import torch
+
+    settle(model, device)
+    rounds = _answerings(stage, job, model, pad_token_id, tokenizer, None)
+    with torch.random.fork_rng(devices=[]):
+        group.follow([answering for answering, _ in rounds], partial(_seed, device=device))
 
 
 def _seed(seed: int, device: Device) -> None:
@@ -221,10 +275,6 @@ def _seed(seed: int, device: Device) -> None:
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
-
-
-def _seed_batch(seed: int, device: Device, wanted: NDArray[np.int64]) -> None:
-    _seed(seed + int(wanted[0]), device)
 
 
 def settle(model: PreTrainedModel, device: Device) -> None:
@@ -249,27 +299,47 @@ def _rounds(
     batch_tokens: int,
     tokenizer: PreTrainedTokenizerBase | None,
     forward: Substitute | None,
-) -> list[tuple[_Answering, Sequence[NDArray[np.int64]]]]:
-    """Return functions with their batches: a forward pass over all features, unless writing suffices; and writing."""
+) -> list[tuple[Answering, Sequence[NDArray[np.int64]]]]:
+    """Return the functions of `_answerings` with their batches."""
     import numpy as np
 
     task, lengths = task_of(job), split.data.lengths(split.role)
-    writer = task.writer if task.writer is not None and stage in task.writer.stages else None
-    rounds: list[tuple[_Answering, Sequence[NDArray[np.int64]]]] = []
-    if writer is None or stage == Stage.EVALUATE:
-        batches = inference_batches(task.widths(split.data, split.role), batch_tokens=batch_tokens)
-        rounds.append((_reading(task, model, forward, split.data.pad_token_id), batches))
-    if writer is not None:
+    rounds: list[tuple[Answering, Sequence[NDArray[np.int64]]]] = []
+    for answering, writer in _answerings(stage, job, model, split.data.pad_token_id, tokenizer, forward):
+        if writer is None:
+            batches = inference_batches(task.widths(split.data, split.role), batch_tokens=batch_tokens)
+            rounds.append((answering, batches))
+            continue
         chosen = writer.chosen(split)
+        if isinstance(forward, TextServer):
+            rounds.append((answering, np.array_split(chosen, max(1, -(-len(chosen) // ROWS)))))
+            continue
+        room = (lengths[chosen] + job.generation.max_new_tokens) * job.generation.num_beams
+        rounds.append((answering, [chosen[batch] for batch in inference_batches(room, batch_tokens=batch_tokens)]))
+    return rounds
+
+
+def _answerings(
+    stage: Stage,
+    job: TrainerJob,
+    model: PreTrainedModel,
+    pad_token_id: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+    forward: Substitute | None,
+) -> list[tuple[Answering, Writer | None]]:
+    """Return the ways to answer: a forward pass over all features, unless writing suffices; and writing."""
+    task = task_of(job)
+    writer = task.writer if task.writer is not None and stage in task.writer.stages else None
+    found: list[tuple[Answering, Writer | None]] = []
+    if writer is None or stage == Stage.EVALUATE:
+        found.append((_reading(task, model, forward, pad_token_id), None))
+    if writer is not None:
         tokenizer = load_tokenizer(job) if tokenizer is None else tokenizer
         if isinstance(forward, TextServer):
-            batches = np.array_split(chosen, max(1, -(-len(chosen) // ROWS)))
-            rounds.append((partial(_written_by, forward, writer, tokenizer, job.generation), batches))
-            return rounds
-        room = (lengths[chosen] + job.generation.max_new_tokens) * job.generation.num_beams
-        batches = [chosen[batch] for batch in inference_batches(room, batch_tokens=batch_tokens)]
-        rounds.append((partial(writer.write, model, tokenizer, generation=job.generation), batches))
-    return rounds
+            found.append((partial(_written_by, forward, writer, tokenizer, job.generation), writer))
+        else:
+            found.append((partial(writer.write, model, tokenizer, generation=job.generation), writer))
+    return found
 
 
 def _written_by(
@@ -289,13 +359,16 @@ def _written_by(
 
 
 def _answered_batches(
-    answering: _Answering,
+    answering: Answering,
     batches: Sequence[NDArray[np.int64]],
     split: PreparedSplit,
     begin: Callable[[NDArray[np.int64]], None] | None = None,
+    *,
+    whole: bool = True,
 ) -> Iterator[tuple[NDArray[np.int64], list[Answer]]]:
     """Yield each batch with its answers, and call `begin` before each. Batches have about as many padded tokens each,
-    so if one does not fit, those after it are halved too.
+    so if one does not fit, those after it are halved too, unless other processes wait in the middle of its pass because
+    this one does not hold the `whole` model.
     """
     import numpy as np
     import torch
@@ -308,6 +381,8 @@ def _answered_batches(
         try:
             answers = answering(split.data.features(split.role, wanted))
         except torch.OutOfMemoryError as error:
+            if not whole:
+                raise
             if len(wanted) == 1:
                 raise _too_long(int(split.data.lengths(split.role)[wanted[0]]), error) from error
         if answers is not None:
@@ -329,7 +404,7 @@ def _too_long(tokens: int, error: Exception) -> StageError:
     )
 
 
-def _reading(task: TaskModule, model: PreTrainedModel, forward: Substitute | None, pad_token_id: int) -> _Answering:
+def _reading(task: TaskModule, model: PreTrainedModel, forward: Substitute | None, pad_token_id: int) -> Answering:
     """Return a function that does one forward pass over features."""
     from torch import nn
 

@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 from pydantic import ValidationError
 
+from finetune_contract.choices import Stage
 from finetune_contract.contract_models import Message
 from finetune_contract.layout import ENV_ATTEMPT, FailureClass
 from finetune_contract.trainer_job import TrainerJob
@@ -77,11 +78,12 @@ class Worker:
 
     @classmethod
     def of(cls, job: TrainerJob, world: ProcessWorld, environment: Mapping[str, str]) -> Worker | None:
-        """Return the worker that the environment describes; None if one process answers all rows.
+        """Return the worker that the environment describes, one for each model; None if one model answers all rows.
 
         StageError WORLD_SIZE, or CONFIG if the attempt has no name.
         """
-        planned = 1 if job.predict is None else job.predict.workers * job.predict.processes
+        pod = job.inference(Stage.PREDICT)
+        planned = 1 if job.predict is None else job.predict.workers * pod.processes
         if world.size != planned:
             raise StageError(
                 FailureClass.WORLD_SIZE,
@@ -90,7 +92,7 @@ class Worker:
                 "processes of a pod).",
                 "Run the stage as an Indexed Job with predict.workers completions, or by torchrun with processes.",
             )
-        if planned == 1:
+        if planned == pod.tensor:
             return None
         attempt = environment.get(ENV_ATTEMPT)
         if not attempt:
@@ -101,7 +103,7 @@ class Worker:
                 "claims from those of an earlier attempt.",
                 "Set it to the same value in all workers, and to a new value for each attempt.",
             )
-        return cls(world.rank, world.size, attempt)
+        return cls(world.rank // pod.tensor, world.size // pod.tensor, attempt)
 
     @property
     def leads(self) -> bool:

