@@ -168,6 +168,7 @@ def _loaded(
 
     if devices > 1:
         refuse_missing_gpu(index=devices - 1)  # the last one
+
     def load(further: Mapping[str, Any]) -> PreTrainedModel:
         return task.load_model(job, name, {**arguments, **placement(devices), **further}, TORCH_TYPES[precision])
 
