@@ -6,6 +6,7 @@ is further off than `BOUND` has its reason.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -182,7 +183,8 @@ def table() -> str:
         if run.why:
             reasons.setdefault(run.why, []).append(run.name)
     lines += ["", f"Further off than {BOUND:.0%} may be:", ""]
-    lines += [f"- {'; '.join(names)}: {why}." for why, names in reasons.items()]
+    for why, names in reasons.items():
+        lines += textwrap.wrap(f"- {'; '.join(names)}: {why}.", 120, subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines)
 
 

@@ -34,13 +34,13 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], tuple[str, ...]]] =
         "Llama-7B",
         {**TRAINS, "resources": {"gpusPerNode": 1}},
         ("--hardware", "gpu=H100,memory=80Gi"),
-        ("spec.resources: does not fit: needs 107.8 GiB of host memory a node, and 64.0 GiB are assumed",),
+        ("spec.resources: does not fit: needs 102.0 GiB of host memory a node, and 64.0 GiB are assumed",),
     ),
     "in the host's memory, which is given": (
         "Llama-7B",
         {**TRAINS, "resources": {"gpusPerNode": 1}},
         ("--hardware", "gpu=H100,memory=80Gi,hostMemory=48Gi"),
-        ("spec.resources: does not fit: needs 107.8 GiB of host memory a node, and there are 48.0 GiB",),
+        ("spec.resources: does not fit: needs 102.0 GiB of host memory a node, and there are 48.0 GiB",),
     ),
     "72 billion parameters on one small GPU": (
         "Qwen2.5-72B",
@@ -131,11 +131,11 @@ def test_misfits_of_training_and_evaluation_are_reported_together(finetune: Any)
 def test_following_the_hint_makes_the_job_fit(finetune: Any) -> None:
     spec = {**TRAINS, "resources": {"gpusPerNode": 1}}
     message = finetune("Llama-7B", spec, "--no-measure", "--hardware", "gpu=H100,memory=80Gi").stderr
-    assert "Add hostMemory=SIZE to --hardware where a node has 107.8 GiB or more" in message
+    assert "Add hostMemory=SIZE to --hardware where a node has 102.0 GiB or more" in message
     fits = finetune("Llama-7B", spec, "--no-measure", "--hardware", "gpu=H100,memory=80Gi,hostMemory=108Gi")
     assert fits.exit_code == 0
     message = finetune("Llama-7B", spec, "--cluster").stderr
-    assert "Set resources.memory where a node has 107.8 GiB or more" in message
+    assert "Set resources.memory where a node has 102.0 GiB or more" in message
     assert (
         finetune("Llama-7B", {**TRAINS, "resources": {"gpusPerNode": 1, "memory": "136Gi"}}, "--cluster").exit_code == 0
     )
@@ -145,7 +145,7 @@ def test_render_writes_objects_with_a_note_on_the_misfit(finetune: Any) -> None:
     spec = {**TRAINS, "resources": {"gpusPerNode": 1}}
     made = finetune("Llama-7B", spec, command="render")
     assert made.exit_code == 0
-    assert "Note: spec.resources does not fit: needs 107.8 GiB of host memory a node" in made.stderr
+    assert "Note: spec.resources does not fit: needs 102.0 GiB of host memory a node" in made.stderr
 
 
 def test_very_large_batch_is_reported(

@@ -29,12 +29,23 @@ PLANNING = Path(planning.__path__[0])
 GPUS = parse_hardware("gpu=H100,memory=80Gi,gpus=8,cpu=64,hostMemory=2Ti")
 CORES = parse_hardware("cpu=8,hostMemory=64Gi")
 LLAMA = llama_1b("text-generation", max_position_embeddings=4096)
+LLAMA_70B = llama_1b(
+    "text-generation", hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, intermediate_size=28_672,
+    max_position_embeddings=4096,
+)  # fmt: skip
 ROWS = DataFacts(fingerprint="f", splits={"train": SplitFacts(rows=700, tokens=20_000, longest=64)}, max_length=128)
 ON_GPUS: dict[str, Any] = {"resources": {"gpusPerNode": 8}}
 ON_ONE: dict[str, Any] = {"resources": {"gpusPerNode": 1}}
 WRITES: dict[str, Any] = {"task": "text-generation"}
 DEEPSPEED: dict[str, Any] = {"strategy": "deepspeed"}
 FSDP: dict[str, Any] = {"strategy": "fsdp"}
+BY_VLLM: dict[str, Any] = {
+    "task": "text-generation",
+    "model": {"uri": "pvc://models/llama"},
+    "training": None,
+    "endpoint": {"optimization": "vllm"},
+    "resources": {"gpusPerNode": 8},
+}
 KEPT = "-activation-checkpointing"
 
 
@@ -43,6 +54,13 @@ def priced(most: float) -> Settings:
     settings, _ = check_settings(
         {"allow": {"maxCost": most}, "prices": [{"product": "cpu", "gpus": 0, "perHour": 1.0}]}
     )
+    assert settings is not None
+    return settings
+
+
+def with_gpus(most: int) -> Settings:
+    """Return settings with this bound on the GPUs of a job."""
+    settings, _ = check_settings({"allow": {"maxGpus": most}})
     assert settings is not None
     return settings
 
@@ -93,6 +111,20 @@ CASES: dict[str, Case] = {
     ),
     "servers without a cluster": ({"training": None, "endpoint": {}}, {"local": True}),
     "HTTPRoutes are not served": ({"endpoint": {"traffic": {"gateway": "infra/public", "canaryPercent": 50}}}, {}),
+    "vLLM without GPUs": ({**BY_VLLM, "resources": {"gpusPerNode": "auto"}}, {"model": LLAMA}),
+    "vLLM on a GPU without bf16": (BY_VLLM, {"hardware": parse_hardware("gpu=T4"), "model": LLAMA}),
+    "vLLM takes the job's own variable": (
+        {**BY_VLLM, "template": {"env": [{"name": "VLLM_API_KEY", "value": "mine"}]}},
+        {"hardware": GPUS, "model": LLAMA},
+    ),
+    "vLLM does not fit": (
+        {**BY_VLLM, **ON_ONE},
+        {"hardware": parse_hardware("gpu=L4,gpus=8,hostMemory=1Ti"), "model": LLAMA_70B},
+    ),
+    "more GPUs for vLLM than are allowed": (
+        {**BY_VLLM, "endpoint": {**BY_VLLM["endpoint"], "replicas": 3}},
+        {"hardware": parse_hardware("gpu=H100,gpus=8,hostMemory=1Ti"), "model": LLAMA_70B, "settings": with_gpus(4)},
+    ),
     "KServe is not served": ({"endpoint": {"runtime": "kserve"}}, {}),
     "KServe takes the job's own variable": (
         {"endpoint": {"runtime": "kserve"}, "template": {"env": [{"name": "PYTHONPATH", "value": "/mine"}]}},
@@ -217,6 +249,7 @@ BY_HAND: dict[str, tuple[dict[str, Any], str]] = {
         {"spec.endpoint.adapters": [{"name": "other", "uri": "pvc://tuned/adapter"}]},
         "any other name",
     ),
+    "vLLM does not fit": ({"spec.resources.gpusPerNode": 8}, "which GPUs the cluster has"),
     "no launcher is served": ({}, "a right of the operator's, granted outside of the job"),
 }
 """Hints that no program can follow: edits by hand, and the knowledge that they take."""

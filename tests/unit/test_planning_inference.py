@@ -251,7 +251,7 @@ def test_layers_are_split_where_possible_and_else_placed_with_a_reason(case: str
     assert len([each for each in made.reasons if reason in each]) >= 1, made.reasons
 
 
-def test_processes_that_split_layers_take_a_share_of_all_but_the_embeddings():
+def test_processes_that_split_layers_share_all_but_the_embeddings():
     def takes(devices: int, *, tensor: bool) -> int:
         return inference_bytes(
             LLAMA_70B, "text-generation", "bf16", tokens=4096, length=512, cached=0, devices=devices, tensor=tensor

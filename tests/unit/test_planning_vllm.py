@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no GPU": (
         {"hardware": "cpu=8,hostMemory=32Gi", "resources": {}},
         "spec.endpoint.optimization: needs a GPU, and the job serves on CPUs",
-        "set spec.resources.gpusPerNode to 1, or leave it out",
+        "leave it out, or use nodes with GPUs",
     ),
     "a GPU without bf16": (
         {"hardware": "gpu=T4,gpus=1,cpu=8,hostMemory=32Gi", "resources": {"gpusPerNode": 1}},
@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
             ),
         },
         "spec.endpoint.maxReplicas: requests 6 GPUs for servers, 2 each; the settings allow 4",
-        "request at most 2",
+        "set it to 2",
     ),
 }
 

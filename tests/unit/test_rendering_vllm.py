@@ -137,7 +137,7 @@ def test_model_is_read_where_the_job_has_it(spec: dict[str, Any], model: str, mo
 # ------------------------------------------------------------------------------------------------------ what surrounds
 
 
-def test_pod_is_restricted_and_writes_below_home_only() -> None:
+def test_pod_is_restricted_and_writes_in_home_only() -> None:
     objects = rendered(endpoint={"token": TOKEN}, resources={"gpusPerNode": 1})
     pod, container = pod_of(objects), container_of(objects)
     assert pod["securityContext"]["runAsNonRoot"] is True

@@ -100,7 +100,7 @@ def check_vllm_memory(draft: Draft) -> Draft:
 def _checked(draft: Draft) -> Draft:
     """Refuse devices that vLLM servers of this version do not run on, and variables that would replace theirs."""
     if draft.inference_device == "cpu":
-        hint = "set spec.resources.gpusPerNode to 1, or leave it out"
+        hint = "leave it out, or use nodes with GPUs"
         return draft.refusing(PATH, "vllm", "needs a GPU, and the job serves on CPUs", hint, "NotSupported")
     gpu = decided(draft.hardware.gpu)
     if not gpu.bf16:
@@ -121,7 +121,7 @@ def _checked_gpus(draft: Draft, endpoint: EndpointSpec, gpus: int) -> Draft:
         return draft
     larger = "maxReplicas" if servers > endpoint.replicas else "replicas"
     rule = f"requests {servers * gpus} GPUs for servers, {gpus} each; the settings allow {most}"
-    hint = f"request at most {most // gpus}" if most >= gpus else "leave spec.endpoint out, or ask the administrator"
+    hint = f"set it to {most // gpus}" if most >= gpus else "leave spec.endpoint out, or ask the administrator"
     return draft.refusing(("endpoint", larger), servers, rule, hint, "Forbidden")
 
 
