@@ -42,6 +42,10 @@ def annotated(key: str, value: str = "x") -> dict[str, Any]:
     return {"template": {"annotations": {key: value}}}
 
 
+def routed(gateway: str) -> dict[str, Any]:
+    return {"endpoint": {"traffic": {"gateway": gateway, "canaryPercent": 5}}}
+
+
 def projected(source: dict[str, Any]) -> dict[str, Any]:
     return {"template": {"volumes": [{"name": "v", "projected": {"sources": [source]}}]}}
 
@@ -167,6 +171,7 @@ STRICT: dict[str, tuple[dict[str, Any], str]] = {
     "a driver that gives out secrets": (
         volume({"csi": {"driver": "secrets-store.csi.k8s.io"}}), "spec.template.volumes[0].csi.driver",
     ),
+    "a Gateway": (routed("infra/public"), "spec.endpoint.traffic.gateway"),
 }  # fmt: skip
 
 
@@ -201,6 +206,7 @@ LISTED: dict[str, tuple[str, dict[str, Any], str]] = {
         "claims", volume({"persistentVolumeClaim": {"claimName": "other"}}),
         "spec.template.volumes[0].persistentVolumeClaim.claimName",
     ),
+    "a Gateway": ("gateways", routed("other"), "spec.endpoint.traffic.gateway"),
     "a claim of a model": ("claims", {"model": {"uri": "pvc://other/model"}}, "spec.model.uri"),
     "a claim of data": ("claims", {"dataset": {"uri": "pvc://other"}}, "spec.dataset.uri"),
     "a claim for results": ("claims", {"storage": {"workspace": "pvc://other"}}, "spec.storage.workspace"),

@@ -1,8 +1,8 @@
 """Check of jobs against `settings.allow`: the objects of the namespace that they may name, and their largest size.
 
 Whoever may create a job can run pods with everything that it names. So all of it can be bounded: service accounts,
-Secrets, ConfigMaps, claims, CSI drivers, tokens, priority classes, environment variables, annotations, and the size of
-a job. Names are matched by globs; labels would need a right to read the objects.
+Secrets, ConfigMaps, claims, CSI drivers, tokens, priority classes, environment variables, annotations, Gateways, and
+the size of a job. Names are matched by globs; labels would need a right to read the objects.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def allowed_problems(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Prob
         (allow.names("token_audiences"), "a token audience", _audiences(template.volumes)),
         (allow.names("env"), "an environment variable", _variables(template.env)),
         (allow.names("annotations"), "an annotation", _annotations(template.annotations)),
+        (allow.names("gateways"), "a Gateway", _gateway(spec)),
     )
     for globs, kind, names in named:
         for path, name in names:
@@ -58,6 +59,12 @@ def _account(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
 def _priority(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
     if spec.run_policy.priority_class_name is not None:
         yield ("runPolicy", "priorityClassName"), spec.run_policy.priority_class_name
+
+
+def _gateway(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
+    traffic = None if spec.endpoint is None else spec.endpoint.traffic
+    if traffic is not None and traffic.gateway is not None:
+        yield ("endpoint", "traffic", "gateway"), traffic.gateway
 
 
 def _annotations(given: Iterable[str]) -> Iterator[tuple[Path, str]]:

@@ -40,6 +40,7 @@ AllowedNames: TypeAlias = Literal[
     "priority_classes",
     "env",
     "annotations",
+    "gateways",
 ]
 PROFILES: Mapping[Profile, Mapping[AllowedNames, tuple[str, ...]]] = {
     "open": dict.fromkeys(get_args(AllowedNames), ANY),
@@ -53,6 +54,7 @@ PROFILES: Mapping[Profile, Mapping[AllowedNames, tuple[str, ...]]] = {
         "priority_classes": (),
         "env": HARMLESS_ENV,
         "annotations": (),
+        "gateways": (),
     },
 }
 """Default of each list, by profile."""
@@ -65,7 +67,7 @@ class Allow(SpecModel):
         default="open",
         description="Defaults of the lists below. open: allow everything, for namespaces whose users may create pods "
         "anyway. strict: allow the service account default, Secrets named finetune-*, no CSI drivers, "
-        "tokens, priority classes or annotations, and only variables that name no other code or server. "
+        "tokens, priority classes, annotations or Gateways, and only variables that name no other code or server. "
         "Defaults to open.",
     )
     service_accounts: Globs | None = Field(
@@ -104,6 +106,12 @@ class Allow(SpecModel):
     annotations: Globs | None = Field(
         default=None,
         description="Globs of annotations that a job may set on its pods. Defaults to those of the profile.",
+    )
+    gateways: Globs | None = Field(
+        default=None,
+        description="Globs of Gateways that may lead requests to a job's endpoint, as the job writes them: NAME or "
+        "NAMESPACE/NAME. A Gateway's listeners allow namespaces and host names of their own. Defaults to those of the "
+        "profile.",
     )
     max_nodes: Count | None = Field(
         default=None, description="Maximum number of nodes of a job. If unset, there is no limit."
