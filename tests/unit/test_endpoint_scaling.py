@@ -11,7 +11,8 @@ from finetune_operator.api.settings import CLUSTER_SETTINGS, Network, Settings
 from finetune_operator.api.settings_check import check_settings
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts
-from finetune_operator.reconcile.autoscaling import INACTIVE_SECONDS, autoscaler_view, has_autoscaler, is_due
+from finetune_operator.reconcile.autoscaling import INACTIVE_SECONDS, autoscaler_view, has_autoscaler
+from finetune_operator.reconcile.endpoint_parts import is_due
 from finetune_operator.rendering.endpoint_objects import REQUESTS_IN_FLIGHT, revision_digest
 from finetune_operator.rendering.render_types import RenderContext
 from finetune_trainer.serving.serving_metrics import ServingMetrics

@@ -7,14 +7,12 @@ from datetime import timedelta
 
 from pydantic import JsonValue, ValidationError
 
-from finetune_contract.choices import Stage
 from finetune_operator.api.objects import Conditions, Meta, Raw
 from finetune_operator.launchers.route_kind import ROUTE_KIND
 from finetune_operator.planning.names import JobNames
-from finetune_operator.reconcile.autoscaling import READ_AGAIN_SECONDS, READ_SECONDS
+from finetune_operator.reconcile.endpoint_parts import are_serving, with_reading
 from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.reconcile_types import EndpointView, JobView, RouteView
-from finetune_operator.reconcile.status import condition
 
 ACCEPT_SECONDS = 60
 """Time after its creation until a route that is not accepted is reported; controllers take seconds."""
@@ -56,8 +54,8 @@ def route_view(value: Mapping[str, JsonValue]) -> RouteView | None:
 def has_route(job: JobView) -> bool:
     """Return whether servers run to which an HTTPRoute leads."""
     endpoint = None if job.job is None else job.job.spec.endpoint
-    serving = any((one.name, one.state) == (Stage.SERVE, "Running") for one in job.status.stages)
-    return serving and endpoint is not None and endpoint.traffic is not None and endpoint.traffic.gateway is not None
+    routed = endpoint is not None and endpoint.traffic is not None and endpoint.traffic.gateway is not None
+    return routed and are_serving(job)
 
 
 def with_route(state: ReconcileState, servers: EndpointView | None) -> ReconcileState:
@@ -67,12 +65,8 @@ def with_route(state: ReconcileState, servers: EndpointView | None) -> Reconcile
     if not has_route(state.job):
         return state
     view = state.observed.route
-    seconds = READ_AGAIN_SECONDS if view is not None and view.accepted else READ_SECONDS
-    state = state.requeue(state.now + timedelta(seconds=seconds))
-    before, sentence = condition(state.job.status, "Ready"), route_details(state, servers)
-    if not sentence or (before is not None and _NOT_LED in before.message):
-        return state
-    return state.with_event("RouteNotAccepted", sentence.strip(), warning=True)
+    works, trouble = view is not None and view.accepted, route_details(state, servers)
+    return with_reading(state, works, trouble, _NOT_LED, "RouteNotAccepted")
 
 
 def route_details(state: ReconcileState, servers: EndpointView | None) -> str:

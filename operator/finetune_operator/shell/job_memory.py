@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from finetune_operator.reconcile.reconcile_types import AutoscalerView, Refusal, RouteView
 from finetune_operator.shell.server_reading import ServerMemory
+
+View = TypeVar("View")
+
+
+@dataclass
+class Reading(Generic[View]):
+    """Last reading of an object that is read at intervals."""
+
+    view: View | None = None
+    """State of the object; None if it is not known."""
+    time: float = float("-inf")
+    """Time of the reading on the monotonic clock."""
 
 
 @dataclass
@@ -19,12 +32,10 @@ class JobMemory:
     """Log tails by pod; read once."""
     last_logs: dict[str, str] = field(default_factory=dict)
     """Log tails by pod, read when its deletion began."""
-    autoscaler: AutoscalerView | None = None
-    autoscaler_read: float = float("-inf")
-    """Time when the endpoint's autoscaler was read, on the monotonic clock."""
-    route: RouteView | None = None
-    route_read: float = float("-inf")
-    """Time when the endpoint's HTTPRoute was read, likewise."""
+    autoscaler: Reading[AutoscalerView] = field(default_factory=Reading)
+    """The endpoint's autoscaler."""
+    route: Reading[RouteView] = field(default_factory=Reading)
+    """The endpoint's HTTPRoute."""
     servers: ServerMemory = field(default_factory=ServerMemory)
     queued: set[tuple[str, str, str]] = field(default_factory=set)
     """Events that were queued: version of the job that they were decided at, reason, message."""

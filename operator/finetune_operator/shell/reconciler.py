@@ -33,11 +33,13 @@ from finetune_operator.kubernetes_api.resources import (
     FINETUNE_JOB,
     HTTP_ROUTE,
     POD,
+    Resource,
     resource_of,
 )
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import LearnedRatios
-from finetune_operator.reconcile.autoscaling import autoscaler_view, has_autoscaler, is_due
+from finetune_operator.reconcile.autoscaling import autoscaler_view, has_autoscaler
+from finetune_operator.reconcile.endpoint_parts import is_due
 from finetune_operator.reconcile.endpoint_takeover import former_job, service_of, taken_by
 from finetune_operator.reconcile.learning import learned_from
 from finetune_operator.reconcile.observed import pods_being_deleted, redacted_log, wanted_logs
@@ -56,7 +58,7 @@ from finetune_operator.rendering.pod_parts import CONTAINER_NAME
 from finetune_operator.rendering.render_types import UID_LABEL, Manifest, ProgressEndpoint
 from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.foreign_objects import ForeignObjects
-from finetune_operator.shell.job_memory import JobMemory
+from finetune_operator.shell.job_memory import JobMemory, Reading, View
 from finetune_operator.shell.job_objects import JobObjects
 from finetune_operator.shell.node_reading import NodeReading
 from finetune_operator.shell.queue import JobKey
@@ -234,8 +236,8 @@ class Reconciler:
             kserve=self._discovery.kserve,
             custom_metrics=self._discovery.custom_metrics,
             http_routes=self._discovery.http_routes,
-            route=memory.route,
-            autoscaler=memory.autoscaler,
+            route=memory.route.view,
+            autoscaler=memory.autoscaler.view,
             canary_reading=memory.servers.reading,
             taken_by=taken_by(job, self._others(job)) if service_of(job) is not None else None,
             former_endpoint=self._former_endpoint(job),
@@ -296,32 +298,38 @@ class Reconciler:
             memory.logs[name] = await self._log_end(job, name)
 
     async def _read_autoscaler(self, key: JobKey, memory: JobMemory) -> None:
-        """Read the endpoint's autoscaler, at intervals: a watch on all autoscalers would need more rights."""
-        job, now = self._state.store.job(key), time.monotonic()
-        if job is None or not has_autoscaler(job):
-            memory.autoscaler, memory.autoscaler_read = None, float("-inf")
-        elif is_due(now - memory.autoscaler_read, memory.autoscaler is not None and memory.autoscaler.active):
-            memory.autoscaler_read = now
-            try:
-                found = await self._state.kube.get(AUTOSCALER, key.namespace, JobNames.of(key.name).endpoint)
-            except NotFoundError:
-                memory.autoscaler = None
-            else:
-                memory.autoscaler = autoscaler_view(found)
+        job, last = self._state.store.job(key), memory.autoscaler
+        wanted, works = job is not None and has_autoscaler(job), last.view is not None and last.view.active
+        await self._read(AUTOSCALER, key, last, autoscaler_view, wanted=wanted, works=works)
 
     async def _read_route(self, key: JobKey, memory: JobMemory) -> None:
-        """Read the endpoint's HTTPRoute, at intervals, as its autoscaler."""
-        job, now = self._state.store.job(key), time.monotonic()
-        if job is None or not has_route(job) or not self._discovery.http_routes:
-            memory.route, memory.route_read = None, float("-inf")
-        elif is_due(now - memory.route_read, memory.route is not None and memory.route.accepted):
-            memory.route_read = now
+        job, last = self._state.store.job(key), memory.route
+        wanted = job is not None and has_route(job) and self._discovery.http_routes
+        works = last.view is not None and last.view.accepted
+        await self._read(HTTP_ROUTE, key, last, route_view, wanted=wanted, works=works)
+
+    async def _read(
+        self,
+        kind: Resource,
+        key: JobKey,
+        last: Reading[View],
+        view_of: Callable[[Manifest], View | None],
+        *,
+        wanted: bool,
+        works: bool,
+    ) -> None:
+        """Read an object of the endpoint into `last`, if it is `wanted` and due; `works`: its state was good."""
+        now = time.monotonic()
+        if not wanted:
+            last.view, last.time = None, float("-inf")
+        elif is_due(now - last.time, works):
+            last.time = now
             try:
-                found = await self._state.kube.get(HTTP_ROUTE, key.namespace, JobNames.of(key.name).endpoint)
+                found = await self._state.kube.get(kind, key.namespace, JobNames.of(key.name).endpoint)
             except NotFoundError:
-                memory.route = None
+                last.view = None
             else:
-                memory.route = route_view(found)
+                last.view = view_of(found)
 
     async def _log_end(self, job: JobView, pod: str) -> str:
         return redacted_log(job, await self._state.kube.pod_log(job.namespace, pod, CONTAINER_NAME))
