@@ -119,7 +119,6 @@ def test_labels_that_are_shifted_already_are_taken_as_they_are() -> None:
 
 
 def test_other_losses_and_models_compute_all_logits() -> None:
-    assert chunked_loss.chunk_loss(decoder("llama"), training(label_smoothing=0.1)) is None
     for argument in ("torch_compile", "use_liger_kernel"):
         assert chunked_loss.chunk_loss(decoder("llama"), training(arguments={argument: True})) is None
     assert chunked_loss.chunk_loss(decoder("gemma2", head_dim=8), training()) is None

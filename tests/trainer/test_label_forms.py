@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
+from finetune_contract.choices import SMOOTHED_TASKS, Task
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.prepare import prepare
@@ -269,3 +270,8 @@ def test_early_stopping_by_an_error_keeps_the_smallest(model: Path, tmp_path: Pa
 def test_float_labels_equal_to_the_ignored_index_count_as_rows() -> None:
     batch = {"labels": torch.tensor([-100.0, 0.5])}
     assert int(task_module("text-classification").items(batch)) == 2
+
+
+def test_tasks_whose_labels_are_smoothed_are_those_of_the_contract() -> None:
+    smoothed = {task for task in get_args(Task) if task_module(task).smooths_labels}
+    assert smoothed == set(SMOOTHED_TASKS)

@@ -13,6 +13,7 @@ from finetune_contract.trainer_job import Strategy
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.cli.jobview import plan_lines
+from finetune_operator.planning import cost, ladder
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.devices import link_bytes
@@ -31,14 +32,20 @@ LONG = DataFacts(
 )
 
 
-WHOLE_LOGITS = {"globalBatchSize": 16, "labelSmoothing": 0.1}
-"""With smoothed labels all logits are computed at once, so that long rows do not fit whole."""
+SIXTEEN_ROWS = {"globalBatchSize": 16}
+
+
+@pytest.fixture(autouse=True)
+def whole_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all logits of a row computed at once, so that rows of usual lengths do not fit whole."""
+    for module in (ladder, cost):
+        monkeypatch.setattr(module, "needs_whole_logits", lambda arguments: True)
 
 
 def planned(spec: Mapping[str, Any], hardware: Any = EIGHT, model: Any = LLAMA) -> JobPlan:
     usual = {
         "task": "text-generation",
-        "training": {**WHOLE_LOGITS, "microBatchSize": 1},
+        "training": {**SIXTEEN_ROWS, "microBatchSize": 1},
         "resources": {"gpusPerNode": hardware.gpus_per_node},
     }
     return plan(job({**usual, **spec}), Facts(model=model, hardware=hardware, data=LONG), CLUSTER_SETTINGS)
@@ -184,7 +191,7 @@ class Long:
         usual = {
             "task": "text-generation",
             "dataset": PROMPTS,
-            "training": WHOLE_LOGITS,
+            "training": SIXTEEN_ROWS,
             "resources": {"gpusPerNode": hardware.gpus_per_node},
         }
         changes = {} if parallelism is None else {"parallelism": parallelism}
@@ -199,7 +206,7 @@ class Long:
 
 
 def compiled(**arguments: bool) -> dict[str, Any]:
-    return {"training": {**WHOLE_LOGITS, "arguments": arguments}}
+    return {"training": {**SIXTEEN_ROWS, "arguments": arguments}}
 
 
 CHOSEN: dict[str, tuple[Long, str]] = {
@@ -339,7 +346,7 @@ def test_undivided_rows_are_refused_with_reason_and_fitting_degree(case: str):
 def test_slices_named_in_a_hint_fit_as_calculated():
     written = {
         "another strategy": ({"zeroStage": 3, "sequence": 8}, {}),
-        "a compiled model": ({"sequence": 8}, {"training": WHOLE_LOGITS}),
+        "a compiled model": ({"sequence": 8}, {"training": SIXTEEN_ROWS}),
     }
     for case, (parallelism, spec) in written.items():
         long, _, hint = NOT_CHOSEN[case]

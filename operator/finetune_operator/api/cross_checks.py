@@ -20,6 +20,7 @@ from finetune_contract.arguments import (
     check_arguments,
     known_arguments,
 )
+from finetune_contract.choices import SMOOTHED_TASKS
 from finetune_contract.hub import is_hub_name
 from finetune_operator.api.allowed import allowed_problems, named_uris
 from finetune_operator.api.copied import settle
@@ -164,6 +165,8 @@ def _arguments(spec: FineTuneJobSpec) -> Iterator[Problem]:
     for found in check_arguments(arguments):
         path = ("spec", "training", "arguments", found.name)
         rule, hint = _argument_texts(found, arguments[found.name])
+        if found.name == "label_smoothing_factor" and spec.task not in SMOOTHED_TASKS:
+            hint = f"leave it out: labels are smoothed for {', '.join(SMOOTHED_TASKS)} only"
         value = describe_value(arguments[found.name], path)
         yield Problem(format_path(path), value, rule, hint, reason=_ARGUMENT_REASONS[found.reason])
 

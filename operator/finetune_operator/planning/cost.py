@@ -150,7 +150,7 @@ def _row_in_pack(draft: Draft) -> float:
 
 def _chunks_loss(draft: Draft, strategy: Strategy, micro: int) -> bool:
     """Return whether the trainer computes the loss in chunks (`finetune_trainer.training.chunked_loss`)."""
-    others = needs_whole_logits(draft.training.arguments, draft.training.label_smoothing)
+    others = needs_whole_logits(draft.training.arguments)
     known = draft.spec.task == "text-generation" and draft.model.model_type in CHUNKED_LOSS_FAMILIES
     several = micro * draft.lengths.row > loss_tokens(draft.model.vocabulary_size)
     return known and not others and strategy.model_ranks == 1 and several

@@ -111,7 +111,7 @@ def estimate(draft: Draft, strategy: Strategy, micro: int) -> MemoryEstimate:
         rows_apart=draft.packing and not draft.why_packs_have_masks(strategy),
         adapter=draft.adapter,
         secondary_shards=secondary_shards(draft.spec.parallelism),
-        whole_logits=needs_whole_logits(draft.training.arguments, draft.training.label_smoothing),
+        whole_logits=needs_whole_logits(draft.training.arguments),
         accumulates=strategy.pipeline is not None or draft.training.global_batch_size > draft.data_ranks * micro,
     )
     return corrected_memory(draft, strategy, memory.estimate(work, draft.device_bytes))

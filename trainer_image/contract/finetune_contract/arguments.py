@@ -114,9 +114,9 @@ def allows_tf32(precision: Precision, arguments: Mapping[str, object]) -> bool:
     return precision == "fp32" and arguments.get("tf32") is not False
 
 
-def needs_whole_logits(arguments: Mapping[str, object], label_smoothing: float) -> bool:
-    """Return whether a training's settings keep a decoder from computing its loss in chunks."""
-    return bool(label_smoothing or compiles(arguments) or arguments.get("use_liger_kernel"))
+def needs_whole_logits(arguments: Mapping[str, object]) -> bool:
+    """Return whether `training.arguments` keep a decoder from computing its loss in chunks."""
+    return compiles(arguments) or bool(arguments.get("use_liger_kernel"))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def chunk_loss(model: PreTrainedModel, training: Training) -> ChunkedLoss | None
     """Have `model` compute its loss in chunks, if it can: a decoder of a known family whose own loss is minimised and
     that is whole on each process. None: it computes all logits at once.
     """
-    others = needs_whole_logits(training.arguments, training.label_smoothing)
+    others = needs_whole_logits(training.arguments)
     whole = training.strategy.model_ranks == 1
     return ChunkedLoss(model) if whole and not others and _is_known_decoder(model) else None
 

@@ -10,7 +10,8 @@ from typing import Any
 from pydantic.alias_generators import to_snake
 from pydantic.fields import FieldInfo
 
-from finetune_operator.api.rules.rule import Rule
+from finetune_contract.choices import SMOOTHED_TASKS
+from finetune_operator.api.rules.rule import NO_LOOP, Rule, is_one_of, loops
 from finetune_operator.api.types import (
     AdapterSpec,
     CheckpointEverySpec,
@@ -159,6 +160,19 @@ RULES: tuple[Rule, ...] = (
         lambda spec: spec.training is None or spec.training.warmup_steps == 0 or spec.training.scheduler != "constant",
         "has no effect with the scheduler constant",
         "set spec.training.scheduler to constant_with_warmup, or leave spec.training.warmupSteps out",
+    ),
+    Rule(
+        "smoothing-needs-classes",
+        "training.labelSmoothing",
+        f"{NO_LOOP} || self.training.labelSmoothing == 0.0 || {is_one_of(SMOOTHED_TASKS)}",
+        lambda spec: (
+            not loops(spec)
+            or spec.training is None
+            or spec.training.label_smoothing == 0
+            or spec.task in SMOOTHED_TASKS
+        ),
+        f"applies to {', '.join(SMOOTHED_TASKS)} only",
+        "leave it out",
     ),
     *(_script_rule(path) for path in _LOOP_ONLY),
     *(_script_rule(path, inference=True) for path in _INFERENCE_ONLY),
