@@ -272,6 +272,6 @@ def test_float_labels_equal_to_the_ignored_index_count_as_rows() -> None:
     assert int(task_module("text-classification").items(batch)) == 2
 
 
-def test_tasks_whose_labels_are_smoothed_are_those_of_the_contract() -> None:
+def test_tasks_with_smoothed_labels_are_those_of_the_contract() -> None:
     smoothed = {task for task in get_args(Task) if task_module(task).smooths_labels}
     assert smoothed == set(SMOOTHED_TASKS)
