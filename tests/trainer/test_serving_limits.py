@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from finetune_contract.layout import EXIT_OK, JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.serving.batch_choice import BatchCost
 from finetune_trainer.serving.serving_engine import ServingEngine
 from suite_plugins import http_fuzz
 from suite_plugins.fuzz import examples
@@ -190,7 +189,7 @@ def test_requests_that_wait_are_tokenised_and_computed_together(server: Served) 
 
     def seen(form: Any, rows: Any) -> Any:
         batches.append(("encode", len(rows)))
-        server.state.batcher.cost = BatchCost()  # the time that the first was held limits no batch
+        server.state.batcher._token_seconds = 0.0  # the time that the first was held limits no batch
         return encode(form, rows)
 
     engine.answer, engine.encode = held, seen  # type: ignore[method-assign]  # to see the work done at once

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -19,7 +18,6 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 from finetune_trainer.failures import StageError
-from finetune_trainer.serving.batch_choice import BatchCost, rows_of_batch
 from finetune_trainer.serving.fair_lock import FairLock
 from finetune_trainer.serving.request_rows import Form, RequestError, Row
 from finetune_trainer.serving.serving_engine import EncodedRow, ServingEngine
@@ -28,11 +26,12 @@ from finetune_trainer.serving.watched_writing import Finish, WatchedWriting
 
 log = logging.getLogger(__name__)
 
+_SMOOTHING = 0.2
+"""Weight of the last batch in the time that a token takes."""
+
+
 _WRITING = 4
 """Batches that are written by turns: each takes memory, and slows the others down."""
-
-_USUAL = 64
-"""Padded tokens that a waiting row is expected to have."""
 
 
 @dataclass(eq=False)
@@ -89,7 +88,7 @@ class Batcher:
         self._waiting: list[tuple[Ticket, int]] = []
         self._rows = 0
         self._stop = False
-        self.cost = BatchCost()
+        self._token_seconds = 0.0
         self._turns = FairLock()
         self._pool = ThreadPoolExecutor(_WRITING, "write")
         self._writing = 0
@@ -119,7 +118,7 @@ class Batcher:
     ) -> Ticket:
         """Queue a request of the running event loop. RequestError 429 if the queue is full."""
         if self._rows and self._rows + len(rows) > self._serving.max_queue:
-            retry = max(1, round(self.cost.seconds(self._rows * _USUAL)))
+            retry = max(1, round(self._rows * self._token_seconds * 64))
             message = f"The queue of {self._serving.max_queue} rows is full: retry in {retry} s."
             raise RequestError(429, message, {"Retry-After": str(retry)})
         ticket = Ticket(form, rows, asyncio.get_running_loop().create_future(), deadline, put)
@@ -136,7 +135,7 @@ class Batcher:
         try:
             self._engine.open()
             self._metrics.describe({name: model.revision for name, model in self._engine.models.items()})
-            self.cost = BatchCost(self._engine.warm_up())
+            self._token_seconds = self._engine.warm_up()
         except Exception as error:  # on any error the server must end and report it
             self.failed = error
             return
@@ -194,17 +193,24 @@ class Batcher:
         return True
 
     def _chosen(self) -> list[tuple[Ticket, int]]:
-        """Return the oldest row and those of its form that are worth computing beside it."""
-        first, _ = self._waiting[0]
+        """Return the oldest row and those of its form that fit beside it, the closest in length first."""
+        first, at = self._waiting[0]
+        width = first.encoded[at].width
         if first.put is not None or first.form.seed is not None:
             return [self._waiting[0]]
         alike = [each for each in self._waiting if each[0].form == first.form and each[0].put is None]
-        # Half of the bound, as a row also waits for the batch before its own.
-        room = min(self._serving.max_batch_tokens, self.cost.tokens_within(self._serving.max_latency_seconds / 2))
-        # Rows that are written share every step, whatever their lengths are.
-        worth = math.inf if self._engine.writes else self.cost.worth
-        widths = [ticket.encoded[at].width for ticket, at in alike]
-        return [alike[each] for each in rows_of_batch(widths, room, worth)]
+        alike[1:] = sorted(alike[1:], key=lambda each: abs(each[0].encoded[each[1]].width - width))
+        room = self._serving.max_batch_tokens
+        if self._token_seconds:
+            # Half of the bound, as a row also waits for the batch before its own.
+            room = min(room, int(self._serving.max_latency_seconds / 2 / self._token_seconds))
+        chosen, longest = [alike[0]], width
+        for each in alike[1:]:
+            longest = max(longest, each[0].encoded[each[1]].width)
+            if longest * (len(chosen) + 1) > room:
+                break
+            chosen.append(each)
+        return chosen
 
     def _begin(self) -> None:
         """Compute the next batch; batches that write take long, and share the model by turns."""
@@ -245,7 +251,7 @@ class Batcher:
             return
         seconds = time.perf_counter() - began - (0.0 if writing is None else writing.others_seconds)
         padded = max(each.width for each in rows) * len(rows)
-        self.cost.add(padded, seconds)
+        self._token_seconds += _SMOOTHING * (seconds / padded - self._token_seconds)
         model = self._engine.model_of(chosen[0][0].form)
         self._metrics.batch(model, len(rows), sum(each.tokens for each in rows), seconds)
         if writing is not None:

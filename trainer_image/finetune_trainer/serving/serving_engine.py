@@ -168,23 +168,20 @@ class ServingEngine:
         """Generation settings for requests without their own."""
         return self.job.generation
 
-    def warm_up(self) -> list[tuple[int, float]]:
-        """Answer batches of one row and of several, one with each adapter; return the padded tokens and the seconds of
-        one of each size.
-        """
+    def warm_up(self) -> float:
+        """Answer batches of one row and of several, one with each adapter, and return the seconds per padded token."""
         row = warm_row(self.job, self.answerer.encoder)
         few = Generation(max_new_tokens=min(4, self.generation.max_new_tokens))
         form = Form(tuple(row), few if self.writes else self.generation)
         for name in self.names[1:]:
             other = replace(form, model=name)
             self.answer(other, self.encode(other, [row]))
-        measured = []
-        for rows in (1, 4, 1, 4):
+        for rows in (1, 4, 4):
             encoded = self.encode(form, [row] * rows)
             began = time.perf_counter()
             self.answer(form, encoded)
-            measured.append((sum(each.width for each in encoded), time.perf_counter() - began))
-        return measured[-2:]
+            seconds = time.perf_counter() - began
+        return seconds / max(1, sum(each.width for each in encoded))
 
     def encode(self, form: Form, rows: Sequence[Row]) -> list[EncodedRow]:
         """Tokenise rows. StageError DATA for the first row that the task rejects."""
