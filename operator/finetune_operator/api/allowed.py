@@ -62,9 +62,8 @@ def _priority(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
 
 
 def _gateway(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
-    traffic = None if spec.endpoint is None else spec.endpoint.traffic
-    if traffic is not None and traffic.gateway is not None:
-        yield ("endpoint", "traffic", "gateway"), traffic.gateway
+    if spec.routed_traffic is not None and spec.routed_traffic.gateway is not None:
+        yield ("endpoint", "traffic", "gateway"), spec.routed_traffic.gateway
 
 
 def _annotations(given: Iterable[str]) -> Iterator[tuple[Path, str]]:

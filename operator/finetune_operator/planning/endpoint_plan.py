@@ -43,7 +43,7 @@ def choose_servers(draft: Draft) -> Draft:
         return draft
     draft = _choose_optimization(draft, endpoint)
     draft = _checked_adapters(draft, endpoint)
-    draft = _checked_route(draft, endpoint)
+    draft = _checked_route(draft)
     draft, vllm = choose_vllm(draft, endpoint)
     draft, runtime, why = choose_runtime(draft, endpoint)
     requests, limits, threads = _takes(draft, endpoint, vllm)
@@ -129,10 +129,10 @@ def _checked_adapters(draft: Draft, endpoint: EndpointSpec) -> Draft:
     )
 
 
-def _checked_route(draft: Draft, endpoint: EndpointSpec) -> Draft:
+def _checked_route(draft: Draft) -> Draft:
     """Refuse weights of an HTTPRoute where the cluster does not serve that kind."""
-    traffic = endpoint.traffic
-    if traffic is None or traffic.gateway is None:
+    traffic = draft.spec.routed_traffic
+    if traffic is None:
         return draft
     if not draft.inputs.facts.http_routes:
         return draft.refusing(

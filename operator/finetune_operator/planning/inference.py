@@ -176,16 +176,17 @@ def choose_tensor(draft: Draft) -> Draft:
     if degree == 1:
         return draft
     whole = _why_not_tensor(draft, degree)
-    by_stage = {"evaluation": whole, "prediction": whole or _why_not_in_predict(draft)}
-    asked = {"evaluation": Stage.EVALUATE in stages, "prediction": Stage.PREDICT in stages}
-    for what, why in by_stage.items():
-        if asked[what] and why is None:
-            field = "evaluate_tensor" if what == "evaluation" else "predict_tensor"
+    rows: tuple[tuple[str, Stage, str, str | None], ...] = (
+        ("evaluation", Stage.EVALUATE, "evaluate_tensor", whole),
+        ("prediction", Stage.PREDICT, "predict_tensor", whole or _why_not_in_predict(draft)),
+    )
+    for what, _, field, why in (row for row in rows if row[1] in stages):
+        if why is None:
             draft = draft.with_inference(**{field: degree}).because(
                 f"{what} splits each layer of the model over {degree} processes with a GPU each (tensor parallelism), "
                 "which compute together"
             )
-        elif asked[what]:
+        else:
             draft = draft.because(
                 f"{what} places whole layers on each of {degree} GPUs, which compute one after the other: {why}"
             )

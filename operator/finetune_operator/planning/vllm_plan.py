@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import Stage
+from finetune_operator.api.rules.vllm_rules import serves_by_vllm
 from finetune_operator.api.types import EndpointSpec
 from finetune_operator.launchers.vllm_facts import ADAPTER_RANKS, VLLM_KEY
 from finetune_operator.planning.assumed_facts import is_well_known
@@ -42,8 +43,7 @@ PROCESS_BYTES = 4 << 30
 
 def by_vllm(draft: Draft) -> bool:
     """Return whether vLLM serves the endpoint."""
-    endpoint = draft.spec.endpoint
-    return endpoint is not None and endpoint.optimization == "vllm" and Stage.SERVE in draft.stages
+    return serves_by_vllm(draft.spec) and Stage.SERVE in draft.stages
 
 
 def choose_vllm(draft: Draft, endpoint: EndpointSpec) -> tuple[Draft, VllmServer | None]:

@@ -64,7 +64,6 @@ from finetune_operator.rendering.endpoint_objects import (
     endpoint_url,
     revision_digest,
 )
-from finetune_operator.rendering.endpoint_route import routed_traffic
 from finetune_operator.rendering.manifests import shared
 from finetune_operator.rendering.render_types import Manifest, RenderContext
 
@@ -237,7 +236,7 @@ def _unneeded(state: ReconcileState, wanted: _Wanted) -> tuple[ObjectRef, ...]:
     rolled, before = wanted.rollout, wanted.rollout.before.canary
     if before is None or before.weight is None or is_same_canary(rolled.status.canary, before):
         return tuple(ref for one in rolled.unneeded for ref in _revision_objects(state, one))
-    return () if routed_traffic(wanted.context) is not None else _route(state)
+    return () if wanted.context.spec.routed_traffic is not None else _route(state)
 
 
 def _route(state: ReconcileState) -> tuple[ObjectRef, ...]:

@@ -53,9 +53,7 @@ def route_view(value: Mapping[str, JsonValue]) -> RouteView | None:
 
 def has_route(job: JobView) -> bool:
     """Return whether servers run to which an HTTPRoute leads."""
-    endpoint = None if job.job is None else job.job.spec.endpoint
-    routed = endpoint is not None and endpoint.traffic is not None and endpoint.traffic.gateway is not None
-    return routed and are_serving(job)
+    return job.job is not None and job.job.spec.routed_traffic is not None and are_serving(job)
 
 
 def with_route(state: ReconcileState, servers: EndpointView | None) -> ReconcileState:

@@ -26,7 +26,7 @@ from finetune_operator.launchers.vllm_facts import VLLM_IN_FLIGHT
 from finetune_operator.planning.endpoint_plan import DRAIN_SECONDS
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import EndpointRuntime, JobPlan, Servers
-from finetune_operator.rendering.endpoint_route import WHOLE, gateway_peer, route, routed_traffic
+from finetune_operator.rendering.endpoint_route import WHOLE, gateway_peer, route
 from finetune_operator.rendering.manifests import config_map, metadata
 from finetune_operator.rendering.network import dumped, operator_peer
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME, SERVED_CONTAINER_NAME, Pod
@@ -120,7 +120,7 @@ def canary_objects(
     found = {str(one["kind"]): one for one in _shared_objects(pods, plan.servers)}
     policy = (found["NetworkPolicy"],) if "NetworkPolicy" in found else ()
     service, routes = found["Service"], (found[ROUTE_KIND],) if ROUTE_KIND in found else ()
-    traffic = routed_traffic(context)
+    traffic = context.spec.routed_traffic
     if canary is None:
         return (*policy, service, *routes)
     if weight is None or traffic is None:
@@ -191,7 +191,7 @@ def _shared_objects(pods: StagePods, servers: Servers) -> tuple[Manifest, ...]:
         objects.append(document("server_network", metadata=own, pods=selector, clients=clients, port=SERVE_PORT))
     service = _service_name(pods)
     objects.append(_service({**own, "name": service}, pods))
-    if (traffic := routed_traffic(context)) is not None:
+    if (traffic := context.spec.routed_traffic) is not None:
         objects.append(route(own, traffic, {service: WHOLE}, SERVICE_PORT))
     if servers.most > 1:
         objects.append(document("server_disruption", metadata=own, selector=selector))

@@ -23,12 +23,6 @@ WHOLE = 100
 """Sum of the weights: they are percentages."""
 
 
-def routed_traffic(context: RenderContext) -> TrafficSpec | None:
-    """Return the endpoint's traffic if an HTTPRoute leads to it."""
-    traffic = None if context.spec.endpoint is None else context.spec.endpoint.traffic
-    return None if traffic is None or traffic.gateway is None else traffic
-
-
 def route(metadata: Manifest, traffic: TrafficSpec, weights: dict[str, int], port: int) -> Manifest:
     """Return the HTTPRoute. `weights`: share of the requests in percent, by Service."""
     namespace, name = _gateway(traffic)
@@ -50,7 +44,7 @@ def gateway_peer(context: RenderContext) -> Manifest | None:
     """Return the peer that selects the pods of a Gateway of another namespace; those of the job's own may ask anyway.
     None without one.
     """
-    traffic = routed_traffic(context)
+    traffic = context.spec.routed_traffic
     namespace, name = (None, "") if traffic is None else _gateway(traffic)
     if namespace is None or namespace == context.namespace:
         return None

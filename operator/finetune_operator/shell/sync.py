@@ -112,11 +112,10 @@ class Syncer:
 
     def _lacks_extension(self, job: JobView) -> bool:
         """Return whether the job's endpoint would use custom metrics or an HTTPRoute, which are not served."""
-        endpoint = None if job.job is None else job.job.spec.endpoint
-        if endpoint is None:
+        spec = None if job.job is None else job.job.spec
+        if spec is None or spec.endpoint is None:
             return False
-        scales = endpoint.target_requests_in_flight is not None
-        routes = endpoint.traffic is not None and endpoint.traffic.gateway is not None
+        scales, routes = spec.endpoint.target_requests_in_flight is not None, spec.routed_traffic is not None
         return (scales and not self._discovery.custom_metrics) or (routes and not self._discovery.http_routes)
 
     def _resources(self) -> tuple[Resource, ...]:

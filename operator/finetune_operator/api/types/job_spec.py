@@ -22,6 +22,7 @@ from finetune_operator.api.types.spec_results import (
     GenerationSpec,
     PredictSpec,
     PreferenceSpec,
+    TrafficSpec,
 )
 from finetune_operator.api.types.spec_training import ScriptSpec, TrainingSpec
 from finetune_operator.launchers.launcher_rows import TRAINING, TrainingLauncher, unsupported_note
@@ -112,3 +113,9 @@ class FineTuneJobSpec(SpecModel):
     def script(self) -> ScriptSpec | None:
         """The user's own program that trains, in place of the built-in loop."""
         return None if self.training is None else self.training.script
+
+    @property
+    def routed_traffic(self) -> TrafficSpec | None:
+        """The endpoint's traffic if a Gateway leads requests to it, by an HTTPRoute."""
+        traffic = None if self.endpoint is None else self.endpoint.traffic
+        return None if traffic is None or traffic.gateway is None else traffic
