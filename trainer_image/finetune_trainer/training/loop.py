@@ -43,7 +43,7 @@ from finetune_trainer.training.activations import Activations, OnDevice, assert_
 from finetune_trainer.training.engine import StepFigures, engine_of
 from finetune_trainer.training.interruption import Interruption, preempted
 from finetune_trainer.training.known_padding import KnownPadding, known_padding
-from finetune_trainer.training.objective import objective_of
+from finetune_trainer.training.objective import ModelLoss
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows, micro_batches
 from finetune_trainer.training.reference_answers import NoReference, Reference
 from finetune_trainer.training.timing import Lap, PartClock
@@ -154,8 +154,8 @@ class LoopParts:
     activations: Activations = field(default_factory=OnDevice)
     packs: PackAttention = field(default_factory=WithMasks)
     clock: PartClock = field(default_factory=PartClock)
-    objective: Objective | None = None
-    """Loss to minimise; None: the model's own."""
+    objective: Objective = field(default_factory=ModelLoss)
+    """Loss to minimise."""
     reference: Reference = field(default_factory=NoReference)
     callbacks: Sequence[TrainerCallback] = ()
     """Experiment trackers; of transformers' events they receive the begin, the end and the figures of a training."""
@@ -190,7 +190,6 @@ class TrainingLoop:
     def __init__(self, model: PreTrainedModel, args: TrainingArguments, parts: LoopParts) -> None:
         self.args = args
         self.parts = parts
-        self.objective = objective_of(parts.objective, args.label_smoothing_factor)
         self.engine = engine_of(model, args, parts.strategy, adapted=parts.adapted is not None)
         self.state = TrainerState(
             max_steps=args.max_steps,
@@ -267,15 +266,14 @@ class TrainingLoop:
         """Return the loss of an epoch's first micro-batch, with 0 for the reference's answers, measured later."""
         parts = self.parts
         batch = parts.collate(parts.rows.without_reference(next(iter(parts.order))))
-        if parts.objective is not None:
-            pairs = torch.zeros(parts.collate.items(batch))
-            batch |= {f"{REFERENCE}{name}": pairs for name in parts.objective.compares}
+        pairs = torch.zeros(parts.collate.items(batch))
+        batch |= {f"{REFERENCE}{name}": pairs for name in parts.objective.compares}
         with parts.packs.over(batch):
-            return self.objective.loss(model, self.engine.to_device(batch))
+            return parts.objective.loss(model, self.engine.to_device(batch))
 
     def _ask_reference(self) -> None:
         """Measure the reference: before the first step and any checkpoint, the model is in its initial state."""
-        if self.parts.objective is None or not self.parts.objective.compares:
+        if not self.parts.objective.compares:
             return
         clock = self.parts.clock
         clock.enter("evaluation")
@@ -357,7 +355,7 @@ class TrainingLoop:
         """
         with self.parts.activations.forward():
             if items:
-                mean = self.objective.loss(model, batch)
+                mean = self.parts.objective.loss(model, batch)
                 share: torch.Tensor = mean * (items * self.args.world_size / of_step)
             else:
                 # A window may hold no item; the mean over none is NaN, and all ranks have to run the backward pass.
