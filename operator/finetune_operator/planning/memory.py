@@ -211,6 +211,11 @@ class Workload:
             return self.trained
         return stepped_parameters(self.model, self.strategy, self.layers, self.held, self.replicas)
 
+    @property
+    def shards_stages(self) -> bool:
+        """Return True for fsdp over the stages of a pipeline: weights and gradients are whole during a pass."""
+        return self.strategy.name == "fsdp" and self.strategy.pipeline is not None
+
     @cached_property
     def four_bit(self) -> int:
         """Return the number of held weights that are in 4 bits."""
@@ -787,9 +792,13 @@ def _root(model: ModelFacts) -> int:
 
 def _gathered(work: Workload, moment: Moment) -> MemoryTerm | None:
     """Return the weights that a process has whole: with fully_shard the root from forward to backward, the block that
-    computes and the prefetched one; with ZeRO-3 the largest layers.
+    computes and the prefetched one, or all of its stages during a pass; with ZeRO-3 the largest layers.
     """
     model, width = work.model, work.compute_bytes
+    if work.shards_stages:
+        if moment in ("load", "step"):
+            return None
+        return MemoryTerm(name="gathered blocks", bytes=width * work.held, formula=f"{width} x {work.held:,} of a pass")
     if work.strategy.name == "fsdp" and moment not in ("load", "ends", "step"):
         tensor = work.strategy.tensor
         root = _root(model) // tensor
@@ -827,6 +836,11 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
     if work.adapter is not None:
         return None
     model, width = work.model, work.compute_bytes
+    if work.shards_stages:
+        if moment in ("load", "step"):
+            return None
+        # Sums over the micro-batches of a pass, in the type in which they are reduced.
+        return MemoryTerm(name="whole gradients", bytes=4 * work.held, formula=f"4 x {work.held:,} of a pass")
     if work.world.device == "cpu":
         # Those of one weight are small beside the shares that were measured; FSDP holds those of a block.
         if work.strategy.name != "fsdp":
