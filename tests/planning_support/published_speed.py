@@ -188,7 +188,7 @@ _BOTH = "launches and computation take about as long, and each delays the other"
 _QWEN_OFF: Mapping[tuple[str, int], tuple[float, str]] = {
     ("1.8B", 1024): (0.25, _BOTH),
     ("72B", 256): (1.0, _HOOKS),
-    ("72B", 512): (0.8, _HOOKS),
+    ("72B", 512): (0.85, _HOOKS),
     ("72B", 1024): (0.4, _HOOKS),
 }
 QWEN_ADAPTER_BYTES = 9.5

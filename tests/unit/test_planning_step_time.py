@@ -86,7 +86,7 @@ def test_offloaded_weights_stream_for_both_passes_of_each_micro_batch():
     alone = Strategy(name="deepspeed", zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu")
     few, many = step(alone, (1, 4, 128), on), step(alone, (4, 1, 128), on)
     assert few.streaming == pytest.approx(
-        4 * 2 * EIGHT_BILLION.parameters * 2 / (64e9 * 0.75) - few.computing, rel=0.01
+        4 * 2 * EIGHT_BILLION.parameters * 2 / (64e9 * 0.75) - few.computing / 2, rel=0.01
     )
     assert few.streaming > 3 * many.streaming
 
@@ -153,8 +153,22 @@ def test_a_loss_in_chunks_computes_the_products_of_the_head_twice():
     assert chunked.computing - whole.computing == pytest.approx(2 * head * 8 * 4096 / (989e12 * 0.48))
 
 
+def test_input_counts_where_computation_does_not_hide_it():
+    def waiting(rows: int, tokens: int, width: int = 768, **of: Any) -> float:
+        base = encoder_work(
+            "bert", width, 12, 30522, Strategy(name="single"), precision="bf16", rows=(rows, 1, tokens), world=1, **of
+        )
+        return time_of_step(base, machine("H100", 1, 1)).waiting
+
+    assert waiting(512, 512) == 0
+    # 14 ms of launches and 49 ms for 8,192 rows beside less computation: a BERT this narrow waits for its rows.
+    alone = waiting(8192, 8, width=64)
+    assert alone > 0.04
+    assert waiting(8192, 8, width=64, loader_workers=2) < alone / 2
+
+
 def test_every_part_is_counted_in_the_total():
     of = step(Strategy(name="fsdp", activation_checkpointing="full"))
-    assert of.total == pytest.approx(sum(seconds for _, seconds in of.parts()))
+    assert of.total == pytest.approx(of.computing + of.sending + of.exchanging + of.stepping + of.waiting)
     assert isinstance(of, StepTime)
     assert isinstance(RUNS[0].work, StepWork)

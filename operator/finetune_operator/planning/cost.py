@@ -148,10 +148,17 @@ def step_work(draft: Draft, strategy: Strategy, micro: int, accumulation: int) -
         four_bit=four_bit_weights(draft.model, draft.adapter),
         chunked_loss=_chunks_loss(draft, strategy, micro),
         compiled=compiles(draft.training.arguments),
+        loader_workers=_loader_workers(draft),
         causal=texts and alone,
         secondary_shards=secondary_shards(draft.spec.parallelism),
         tf32=allows_tf32(decided(draft.precision), draft.training.arguments),
     )
+
+
+def _loader_workers(draft: Draft) -> int:
+    """Return the processes that read batches, which `training.arguments` may set."""
+    asked = draft.training.arguments.get("dataloader_num_workers", 0)
+    return asked if isinstance(asked, int) else 0
 
 
 def _row_in_pack(draft: Draft) -> float:

@@ -142,6 +142,8 @@ class Workload:
     """True if a step has several micro-batches, so that gradients are there during forward passes."""
     whole_logits: bool = False
     """True if training arguments keep a decoder from computing its loss some tokens at a time."""
+    narrow_loss: bool = False
+    """True if a decoder computes its loss in the type of its logits; False in this project's trainer."""
     casts: bool = True
     """False if weights are in the type that they compute in, as an inference process's are."""
     end: PipelineEnd | None = None
@@ -720,6 +722,7 @@ def _logit_bytes(work: Workload, moment: Moment) -> int:
     sharded = work.strategy.name == "fsdp"
     family = work.model.model_type
     wide = decoder or work.autocast or family in FP32_LOSSES or (sharded and family in BIASED_LOGITS)
+    wide = wide and not work.narrow_loss
     loss = 4 if wide else width
     match moment:
         case "forward":

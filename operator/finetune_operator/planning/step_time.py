@@ -1,12 +1,12 @@
 """Time of one optimizer step on GPUs: computation, communication, streams of offload and the optimizer.
 
-A step takes the longer of computation and of the communication that runs beside it, and the sum of what cannot overlap:
+A step takes the longest of computation, the input, and the communication that runs beside it, and the sum of what cannot overlap:
 exchanges inside layers, reductions after the last pass, the optimizer's step, transfers to a CPU's optimizer, and the
 idle time of a pipeline. Products take the time that their shapes reach (`product_times`). All constants have a source;
 those that no data sheet has were set with the calibration rows of published runs, as their comments say
 (`tests/planning_support/published_speed.py`), and are kept there by a test.
 
-Not counted: loading, saving, evaluation, input pipelines, imbalance between ranks.
+Not counted: loading, saving, evaluation, reading rows from storage, imbalance between ranks.
 """
 
 from __future__ import annotations
@@ -129,12 +129,22 @@ NETWORK_SHARE = 0.8
 """Share of a network's bandwidth that collectives reach: nccl-tests over EFA and InfiniBand show 75 to 90 %."""
 HOST_SHARE = 0.75
 """Share of PCIe's bandwidth in copies from page-locked memory: 24 of 32 GB/s."""
+HIDING_SHARE = 0.5
+"""Share of the computation that copies from and to the host hide behind. Assumed: no measurement is known. A module's
+kernels wait for its weights, so that launches do not run ahead, and a form with offload that looks as quick as one
+without is not to be chosen.
+"""
 UPLINK_GPUS = 2
 """GPUs that share one uplink to the host on boards with 8 of them (block diagrams of DGX A100 and H100)."""
 HOP_SECONDS = 8e-6
 """Latency of a message between nodes, of which a ring collective waits for one for each node."""
 LINK_SECONDS = 1.5e-6
 """Latency of a message between GPUs of a node."""
+ROW_SECONDS, TOKEN_SECONDS = 6e-6, 5e-9
+"""Time of a CPU core to read a prepared row and put it into a batch, for each row and each token of it: 5 to 15 us for
+rows of 30 to 1,900 tokens of classification and generation, measured on one core with rows in the page cache. Reading
+them from storage is not counted: its speed is not known, and rows are 8 bytes a token at most.
+"""
 CPU_ADAM_SECONDS = 0.25e-9
 """Time of DeepSpeed's CPU Adam for a parameter on a node with `CPU_ADAM_CORES` cores or more, bound by host memory:
 2.57 s for 10 billion (Ren et al., "ZeRO-Offload", 2021, table 4).
@@ -244,6 +254,8 @@ class StepWork:
     chunked_loss: bool = False
     """True if the loss is computed for some tokens at a time: the head's products are computed twice."""
     compiled: bool = False
+    loader_workers: int = 0
+    """Processes that read batches beside the training; 0: the training's own process does."""
     causal: bool = False
     """True if attention skips the half of the scores that a causal mask hides."""
     secondary_shards: int = 1
@@ -298,13 +310,15 @@ class StepTime:
     """Idle time of a pipeline."""
     stepping: float = 0.0
     """Step of the optimizer."""
+    waiting: float = 0.0
+    """Part of reading rows and collating batches that computation does not hide."""
     exchanged_bytes: float = 0.0
     """Bytes that one process sends to exchange heads for tokens."""
 
     @property
     def total(self) -> float:
         """Return the seconds of the step."""
-        return self.computing + self.sending + self.streaming + self.exchanging + self.idle + self.stepping
+        return sum(seconds for _, seconds in self.parts())
 
     def share(self, seconds: float) -> str:
         """Return a part's share of the total as text."""
@@ -324,6 +338,7 @@ class StepTime:
             ("copies from and to the host", self.streaming),
             ("idle pipeline", self.idle),
             ("optimizer", self.stepping),
+            ("wait for data", self.waiting),
         )
 
 
@@ -620,7 +635,7 @@ def _streaming(work: StepWork, machine: Machine, computing: float) -> float:
         weights = 2 * micros * held / machine.host_rate
         if strategy.offload_parameters == "nvme":
             weights = max(weights, 2 * micros * held * machine.gpus_per_node / DISK_BYTES)
-    return max(0.0, max(weights, gradients) - computing)
+    return max(0.0, max(weights, gradients) - computing * HIDING_SHARE)
 
 
 def time_of_step(work: StepWork, machine: Machine) -> StepTime:
@@ -637,5 +652,17 @@ def time_of_step(work: StepWork, machine: Machine) -> StepTime:
         exchanging=exchanging,
         idle=(computing + exchanging) * share / (1 - share),
         stepping=stepping,
+        waiting=_waiting(work, computing),
         exchanged_bytes=sent,
     )
+
+
+def _waiting(work: StepWork, computing: float) -> float:
+    """Return the seconds of a step's input that computation does not hide. Without workers, the host reads between
+    launches of kernels; while it does, the GPU computes what was launched before.
+    """
+    rows = work.micro_rows * work.accumulation
+    reading = rows * (ROW_SECONDS + TOKEN_SECONDS * work.row_tokens)
+    if work.loader_workers:
+        return max(0.0, reading / work.loader_workers - computing)
+    return max(0.0, reading + work.accumulation * _host_seconds(work) - computing)
