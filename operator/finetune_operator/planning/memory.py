@@ -709,6 +709,11 @@ def _chunk(work: Workload) -> int:
     return chunk if chunk < tokens else 0
 
 
+def loss_chunk_tokens(work: Workload) -> int:
+    """Return the tokens for which the trainer computes logits and loss at a time; 0: for all at once."""
+    return _chunk(work)
+
+
 def _logit_bytes(work: Workload, moment: Moment) -> int:
     """Return the bytes of one logit: at the end of the forward pass itself, its fp32 form and the log-probability; for
     the loss's backward pass the log-probability and two gradients in fp32, those of torch's `nll_loss` and

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
+from finetune_contract.arguments import compiles
 from finetune_contract.choices import Stage
 from finetune_contract.metrics import JUDGED_AFTER_TRAINING, WRITING
 from finetune_operator.api.problems import Problem
@@ -35,13 +36,15 @@ from finetune_operator.planning.inference import (
     choose_workers,
     inference_tokens,
 )
+from finetune_operator.planning.ladder import workload
 from finetune_operator.planning.learned import correction_reasons
 from finetune_operator.planning.model_parallel_plan import check_model_parallel
 from finetune_operator.planning.network_choice import choose_network
 from finetune_operator.planning.placement import check_place, choose_launcher, choose_world
-from finetune_operator.planning.plan_types import Adaptation, Estimate, Facts, JobPlan, PlanRefused
+from finetune_operator.planning.plan_types import Adaptation, Estimate, Facts, JobPlan, PlanRefused, Recipe
 from finetune_operator.planning.planned_devices import with_planned_device, with_sufficient_memory
 from finetune_operator.planning.precision_choice import choose_precision
+from finetune_operator.planning.recipe import recipe_of
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
 from finetune_operator.planning.script import SCRIPT, choose_script
 from finetune_operator.planning.sequence_plan import check_sequence
@@ -262,6 +265,11 @@ def _no_estimate(draft: Draft) -> str:
     return "nothing is trained" if draft.script is None else "no estimate: what a program of your own does is not known"
 
 
+def _recipe(draft: Draft) -> Recipe:
+    work = workload(draft, decided(draft.strategy), decided(draft.batch).micro_batch_size)
+    return recipe_of(work, compiles(draft.training.arguments))
+
+
 def _finish(draft: Draft) -> JobPlan:
     if Stage.EVALUATE in draft.stages or Stage.PREDICT in draft.stages:
         draft = draft.because(
@@ -281,6 +289,7 @@ def _finish(draft: Draft) -> JobPlan:
         trainer=trainer_job(draft),
         deepspeed_overrides=draft.spec.parallelism.deepspeed_config,
         memory=draft.memory,
+        recipe=_recipe(draft) if draft.loops else None,
         servers=draft.inference.servers,
         network=draft.network,
         estimate=estimate,
