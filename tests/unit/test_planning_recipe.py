@@ -23,7 +23,11 @@ def planned(strategy: dict[str, Any], arguments: dict[str, Any] | None = None) -
         "parallelism": strategy,
     }
     hardware = parse_hardware("gpu=H100,gpus=8,cpu=96,hostMemory=1Ti")
-    return plan(job(spec), Facts(model=llama_1b("text-generation", max_position_embeddings=8192), hardware=hardware), CLUSTER_SETTINGS)
+    return plan(
+        job(spec),
+        Facts(model=llama_1b("text-generation", max_position_embeddings=8192), hardware=hardware),
+        CLUSTER_SETTINGS,
+    )
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from finetune_operator.planning.adapter_sizes import choose_adapter
 from finetune_operator.planning.alternatives import Alternative, alternatives
 from finetune_operator.planning.asynchronous_saving import choose_saving
 from finetune_operator.planning.capacity import choose_capacity
+from finetune_operator.planning.choice import is_quicker
 from finetune_operator.planning.combination_checks import check_rules
 from finetune_operator.planning.cost import cost_problems, estimate_training
 from finetune_operator.planning.draft import Draft, decided
@@ -147,16 +148,32 @@ def misfits(job: FineTuneJob, facts: Facts, settings: Settings) -> tuple[Problem
 
 
 def _walk_training(draft: Draft) -> Draft:
-    """Run the phases of the built-in loop. If `auto` chose fp16 and nothing compatible with it fits, retry with fp32,
-    with which layers can be split.
+    """Run the phases of the built-in loop. Where `auto` may choose fp16, fp32 is compared: layers and stages can be
+    split in it, so that it may be quicker, or the only precision that fits.
     """
     begun = _walk(draft, choose_world, choose_network, choose_precision)
+    if begun.precision != "fp16" or draft.training.precision != "auto":
+        return _walk_formed(_formed(begun))
+    plain = replace(draft, scaled=False)
+    formed = _formed(begun)
+    if _is_quicker_in_fp32(plain, formed):
+        return _walk_training(plain)
     try:
-        return _walk(_formed(begun), choose_strategy, choose_saving, check_inference)
+        return _walk_formed(formed)
     except PlanRefused:
-        if begun.precision != "fp16" or draft.training.precision != "auto":
-            raise
-    return _walk_training(replace(draft, scaled=False))
+        return _walk_training(plain)
+
+
+def _walk_formed(formed: Draft) -> Draft:
+    return _walk(formed, choose_strategy, choose_saving, check_inference)
+
+
+def _is_quicker_in_fp32(plain: Draft, in_fp16: Draft) -> bool:
+    try:
+        in_fp32 = _formed(_walk(plain, choose_world, choose_network, choose_precision))
+    except PlanRefused:
+        return False
+    return is_quicker(in_fp32, in_fp16)
 
 
 def _formed(draft: Draft) -> Draft:

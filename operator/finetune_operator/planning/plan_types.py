@@ -143,8 +143,7 @@ class MemoryEstimate(Message):
 
 
 class Recipe(Message):
-    """Recipe of a training, which plans and traces name: figures of two trainings are compared only if theirs is the same.
-    """
+    """Recipe of a training. Plans and traces name it: figures are compared only between trainings of the same recipe."""
 
     loss: LossForm
     """`chunked` if the loss is computed for some tokens at a time, so that their logits alone are in memory."""

@@ -1,9 +1,9 @@
 """Time of one optimizer step on GPUs: computation, communication, streams of offload and the optimizer.
 
-A step takes the longest of computation, the input, and the communication that runs beside it, and the sum of what cannot overlap:
-exchanges inside layers, reductions after the last pass, the optimizer's step, transfers to a CPU's optimizer, and the
-idle time of a pipeline. Products take the time that their shapes reach (`product_times`). All constants have a source;
-those that no data sheet has were set with the calibration rows of published runs, as their comments say
+A step takes the longest of computation, its input and the communication that runs beside it, and the sum of what cannot
+overlap: exchanges inside layers, reductions after the last pass, the optimizer's step, transfers to a CPU's optimizer,
+and the idle time of a pipeline. Products take the time that their shapes reach (`product_times`). All constants have a
+source; those that no data sheet has were set with the calibration rows of published runs, as their comments say
 (`tests/planning_support/published_speed.py`), and are kept there by a test.
 
 Not counted: loading, saving, evaluation, reading rows from storage, imbalance between ranks.
@@ -77,8 +77,8 @@ ADAPTER_KERNELS = 29
 """Kernels that an adapter with dropout adds to a linear layer: 20 of those operations (peft 0.21)."""
 ADAPTER_BYTES = 13.0
 """Bytes that the eager kernels of an adapter's forward pass read and write for a token, for each element of the inputs
-and outputs of a linear layer: the input is converted to fp32, which the adapter's weights have, and back, and read (14);
-the adapter's output is written, scaled and added (12). Products of so small a rank take no more than that.
+and outputs of a linear layer: the input is converted to fp32, which the adapter's weights have, and back, and read
+(14); the adapter's output is written, scaled and added (12). Products of so small a rank take no more than that.
 """
 REPEATED_LAUNCHES = 1.9
 """Factor of the host's time with full recomputation, which has hooks on each saved tensor: 1.9 for Llama and 2.0 with
