@@ -292,9 +292,7 @@ def adapted(*skipped: str, form: str | None = None) -> str:
             id="without a checkpoint the next form",
         ),
         pytest.param(("ddp",), "ddp", "ddp+selective-activation-checkpointing", id="ddp does not go on as ZeRO"),
-        pytest.param(
-            tuple(f"ddp{tail}" for tail in RECOMPUTED), "ddp", "ddp+sequence2", id="but with rows in slices"
-        ),
+        pytest.param(tuple(f"ddp{tail}" for tail in RECOMPUTED), "ddp", "ddp+sequence2", id="but with rows in slices"),
         pytest.param(
             ("deepspeed-zero1",),
             "deepspeed-zero1",

@@ -143,7 +143,7 @@ class MemoryEstimate(Message):
 
 
 class Recipe(Message):
-    """Recipe of a training. Plans and traces name it: figures are compared only between trainings of the same recipe."""
+    """Recipe of a training. Plans and traces name it: only figures of trainings with the same recipe are compared."""
 
     loss: LossForm
     """`chunked` if the loss is computed for some tokens at a time, so that their logits alone are in memory."""
