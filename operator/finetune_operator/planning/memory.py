@@ -142,6 +142,8 @@ class Workload:
     """True if a step has several micro-batches, so that gradients are there during forward passes."""
     whole_logits: bool = False
     """True if training arguments keep a decoder from computing its loss some tokens at a time."""
+    narrow_loss: bool = False
+    """True if a decoder computes its loss in the type of its logits; False in this project's trainer."""
     casts: bool = True
     """False if weights are in the type that they compute in, as an inference process's are."""
     end: PipelineEnd | None = None
@@ -712,6 +714,11 @@ def _chunk(work: Workload) -> int:
     return chunk if chunk < tokens else 0
 
 
+def loss_chunk_tokens(work: Workload) -> int:
+    """Return the tokens for which the trainer computes logits and loss at a time; 0: for all at once."""
+    return _chunk(work)
+
+
 def _logit_bytes(work: Workload, moment: Moment) -> int:
     """Return the bytes of one logit: at the end of the forward pass itself, its fp32 form and the log-probability; for
     the loss's backward pass the log-probability and two gradients in fp32, those of torch's `nll_loss` and
@@ -725,6 +732,7 @@ def _logit_bytes(work: Workload, moment: Moment) -> int:
     sharded = work.strategy.name == "fsdp"
     family = work.model.model_type
     wide = decoder or work.autocast or family in FP32_LOSSES or (sharded and family in BIASED_LOGITS)
+    wide = wide and not work.narrow_loss
     loss = 4 if wide else width
     match moment:
         case "forward":

@@ -22,6 +22,8 @@ from finetune_operator.launchers.launcher_rows import BUILT_IN, LauncherName
 PlanLauncher: TypeAlias = LauncherName | Literal["local"]
 EndpointRuntime: TypeAlias = Literal["deployment", "kserve"]
 """Kind of object that runs an endpoint's servers."""
+LossForm: TypeAlias = Literal["full", "chunked"]
+HeadForm: TypeAlias = Literal["whole", "split", "kept", "resharded"]
 
 
 class NodeDevice(Message):
@@ -140,6 +142,24 @@ class MemoryEstimate(Message):
     """State in files of all processes of one node."""
 
 
+class Recipe(Message):
+    """Recipe of a training. Plans and traces name it: only figures of trainings with the same recipe are compared."""
+
+    loss: LossForm
+    """`chunked` if the loss is computed for some tokens at a time, so that their logits alone are in memory."""
+    compiled: bool
+    """True if torch.compile fuses kernels."""
+    head: HeadForm
+    """Weights that score a token, during a step: on each process (`whole`), divided by rows or columns that are not
+    gathered (`split`), gathered from the forward to the backward pass (`kept`), or released between both (`resharded`).
+    """
+
+    @property
+    def text(self) -> str:
+        """Return a line for people: `loss chunked, not compiled, head kept`."""
+        return f"loss {self.loss}, {'compiled' if self.compiled else 'not compiled'}, head {self.head}"
+
+
 class Estimate(Message):
     """Expected time and cost of the training; None without a basis."""
 
@@ -227,6 +247,8 @@ class JobPlan(Message):
     deepspeed_overrides: dict[str, JsonValue] = Field(default_factory=dict)
     """`parallelism.deepspeedConfig` as the user wrote it; rendering merges it last into the DeepSpeed configuration."""
     memory: MemoryEstimate | None = None
+    recipe: Recipe | None = Field(default=None, exclude_if=lambda recipe: recipe is None)
+    """None if the built-in loop does not train."""
     servers: Servers | None = Field(default=None, exclude_if=lambda servers: servers is None)
     """None if the job has no endpoint."""
     network: NetworkPlan | None = Field(default=None, exclude_if=lambda network: network is None)
