@@ -36,6 +36,7 @@ from finetune_operator.reconcile.reconcile_types import (
     EndpointView,
     EventNote,
     Findings,
+    IdleScalingView,
     JobView,
     ObjectRef,
     Observed,
@@ -126,6 +127,10 @@ class World:
     """True if HTTPRoutes are served."""
     route: RouteView | None = None
     """State of the endpoint's HTTPRoute."""
+    http_scaled_objects: bool = False
+    """True if HTTPScaledObjects are served."""
+    idle_scaling: IdleScalingView | None = None
+    """State of the endpoint's HTTPScaledObject."""
     taken_by: str | None = None
     """Job that has taken the endpoint over."""
     former_endpoint: str | None = None
@@ -201,6 +206,7 @@ class World:
             seen, last_logs=tuple(self.last_logs.items()), endpoints=endpoints, kserve=self.kserve,
             custom_metrics=self.custom_metrics, autoscaler=self.autoscaler, canary_reading=self.canary_reading,
             http_routes=self.http_routes, route=self.route,
+            http_scaled_objects=self.http_scaled_objects, idle_scaling=self.idle_scaling,
             taken_by=self.taken_by, former_endpoint=self.former_endpoint,
         )  # fmt: skip
         for name in pods_being_deleted(self.job(), seen):
