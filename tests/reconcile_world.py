@@ -161,6 +161,8 @@ class World:
     uid: str = UID
     events: list[EventNote] = field(default_factory=list)
     created: list[str] = field(default_factory=list)
+    applied: list[Any] = field(default_factory=list)
+    """Objects as they were applied, oldest first."""
     removed: list[tuple[str, str]] = field(default_factory=list)
     """Kind and name of removed objects beside children and servers."""
     writes: int = 0
@@ -322,11 +324,15 @@ class World:
         if kind in self.refuse:
             return Refusal(ObjectRef(manifest["apiVersion"], kind, name), *self.refuse[kind])
         raw = json.loads(json.dumps(manifest))
+        self.applied.append(manifest)
         if kind not in ("Deployment", "InferenceService"):
             self.others[kind, name] = raw
             return None
         new = {"metadata": {"creationTimestamp": stamp(self.now), "generation": 0}, "status": {}, "spec": None}
         before = self.servers.get(name, new)
+        if kind == "Deployment" and before["spec"] is not None:
+            # The number stays that of the one who has set it.
+            raw["spec"].setdefault("replicas", before["spec"]["replicas"])
         generation = before["metadata"]["generation"] + (before["spec"] != raw["spec"])
         made = {"uid": f"uid-{name}", "creationTimestamp": before["metadata"]["creationTimestamp"]}
         raw["metadata"] |= {**made, "generation": generation}

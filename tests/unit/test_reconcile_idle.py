@@ -107,6 +107,10 @@ def test_number_of_servers_is_left_to_keda() -> None:
     assert there(world) == [1], "the time is not part of a revision"
     edit(world, idle=IDLE, maxReplicas=2)
     assert replicas(world) == 2
+    scaled(world, 0, 0)
+    edit(world, idle=IDLE, maxReplicas=3)
+    applied = next(one for one in reversed(world.applied) if one["kind"] == "Deployment")
+    assert "replicas" not in applied["spec"], "KEDA may start a server at this moment"
 
 
 def test_new_revision_of_an_idle_endpoint_starts_before_it_takes_over() -> None:

@@ -57,7 +57,9 @@ def scales_to_zero(job: JobView) -> bool:
 def is_idle(state: ReconcileState, servers: EndpointView | None) -> bool:
     """Return whether the endpoint has no server, as there were no requests."""
     endpoint = state.spec.endpoint
-    return endpoint is not None and endpoint.idle is not None and servers is not None and servers.replicas == 0
+    if endpoint is None or endpoint.idle is None or servers is None:
+        return False
+    return servers.replicas == 0 and servers.available == 0
 
 
 def idle_readiness(state: ReconcileState, servers: EndpointView) -> Readiness:

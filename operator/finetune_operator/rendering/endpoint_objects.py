@@ -260,6 +260,9 @@ def _scaling_metric(servers: Servers) -> Manifest:
 
 
 def _deployment(pods: StagePods, servers: Servers, replicas: int, annotations: Manifest) -> Manifest:
+    """Return the Deployment. With 0 replicas it has no number: the one who scaled to zero owns that field, and may
+    start a server at the same moment.
+    """
     selector: JsonValue = dict(pods.identity)
     return document(
         "server_deployment",
