@@ -8,8 +8,8 @@ from typing import Any
 
 from trainer_support.tasks import write_decoder, write_encoder_decoder
 
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "small", "grey", "dog", "run", "by", "it"]
-TEXTS = [" ".join((WORDS * 3)[at : at + 3 + 5 * at % 17]) for at in range(9)]
+VOCABULARY = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "small", "grey", "dog", "run", "by", "it"]
+TEXTS = [" ".join((VOCABULARY * 3)[at : at + 3 + 5 * at % 17]) for at in range(9)]
 ROWS: dict[str, list[dict[str, Any]]] = {
     "text-classification": [{"text": text} for text in TEXTS],
     "token-classification": [{"tokens": text.split()} for text in TEXTS],
@@ -29,15 +29,15 @@ _HEADS = {
 def write_served_model(folder: Path, task: str, tiny_bert: Callable[..., Path]) -> Path:
     """Write a random model with the task's head; its weights are large enough for rows to differ."""
     if task == "text-generation":
-        return write_decoder(folder, words=WORDS)
+        return write_decoder(folder, words=VOCABULARY)
     if task in ("summarization", "translation"):
-        return write_encoder_decoder(folder, words=WORDS)
+        return write_encoder_decoder(folder, words=VOCABULARY)
     if task == "text-classification":
-        return tiny_bert(folder, words=WORDS, labels=("bad", "so-so", "good"), initializer_range=0.5)
+        return tiny_bert(folder, words=VOCABULARY, labels=("bad", "so-so", "good"), initializer_range=0.5)
     import torch
     import transformers
 
-    tiny_bert(folder, words=WORDS)
+    tiny_bert(folder, words=VOCABULARY)
     config = transformers.AutoConfig.from_pretrained(folder)
     config.initializer_range = 0.5
     if task == "token-classification":
