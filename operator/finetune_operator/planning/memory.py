@@ -25,6 +25,7 @@ from finetune_contract.facts import ModelFacts
 from finetune_contract.plans import (
     AVERAGED_ELEMENTS,
     CHUNKED_LOSS_FAMILIES,
+    CHUNKED_LOSS_TASKS,
     JUDGED_LOGITS,
     REQUESTED_LOGITS,
     SAVED_PIECE_BYTES,
@@ -707,7 +708,7 @@ def _passing_bytes_per_token(work: Workload) -> int:
 def _chunk(work: Workload) -> int:
     """Return the tokens for which logits are computed at a time (`finetune_trainer.training.chunked_loss`); 0: all."""
     whole = work.strategy.model_ranks == 1 and not work.whole_logits
-    if not whole or work.task != "text-generation" or work.model.model_type not in CHUNKED_LOSS_FAMILIES:
+    if not whole or work.task not in CHUNKED_LOSS_TASKS or work.model.model_type not in CHUNKED_LOSS_FAMILIES:
         return 0
     tokens = work.micro_batch * work.sequences * slice_tokens(work.length, work.strategy.sequence)
     chunk = loss_tokens(work.model.vocabulary_size)

@@ -10,6 +10,8 @@ from functools import cache
 from heapq import heapreplace
 from importlib import resources
 
+from finetune_contract.choices import Task
+
 AVERAGED_ELEMENTS = 25_000_000
 """Gradient elements that replicas of a sharded model average in one message: few messages, and 100 MB of fp32 beside
 the gradients.
@@ -41,6 +43,9 @@ def loss_tokens(vocabulary_size: int) -> int:
     """Return the most tokens whose logits the loss of a decoder's training has at a time."""
     return max(1, LOSS_LOGITS // vocabulary_size)
 
+
+CHUNKED_LOSS_TASKS: tuple[Task, ...] = ("text-generation", "preference-tuning")
+"""Tasks whose loss is computed from the log-likelihoods of tokens, for some tokens after the others."""
 
 CHUNKED_LOSS_FAMILIES = (
     "bloom",
