@@ -125,6 +125,13 @@ CASES = (
     Case(
         "pipeline", Strategy(name="ddp", pipeline=Pipeline(degree=4, micro_batches=4)), layers=4, rank=2, accumulation=4
     ),
+    Case(
+        "fsdp and pipeline",
+        Strategy(name="fsdp", pipeline=Pipeline(degree=2, micro_batches=4)),
+        layers=4,
+        rank=2,
+        accumulation=8,
+    ),
     Case("sequence", Strategy(name="fsdp", sequence=4)),
     Case("LoRA", Strategy(name="ddp"), adapter=_adapter("lora")),
     Case("fp8", Strategy(name="fsdp"), precision="fp8"),

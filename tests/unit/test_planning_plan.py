@@ -647,8 +647,8 @@ SEQUENCE = {"preparation": {"maxLength": 512}, "task": "text-generation"}
         pytest.param(
             {"resources": {"gpusPerNode": 8}},
             {"model": ROBERTA_LARGE, "hardware": parse_hardware("gpu=V100-32GB,gpus=8"), "data": rows(8530, 128)},
-            "deepspeed-zero1",
-            id="over the eight of a p3dn 16-bit gradients are sent sooner; it was published with four pipeline stages",
+            "ddp",
+            id="over the eight of a p3dn as well; it was published with four pipeline stages",
         ),
         pytest.param(
             {
@@ -673,7 +673,7 @@ SEQUENCE = {"preparation": {"maxLength": 512}, "task": "text-generation"}
                 "hardware": parse_hardware("gpu=A100-80GB,cpu=32,hostMemory=512Gi"),
                 "data": None,
             },
-            "deepspeed-zero3+optimizer-offload+parameter-offload",
+            "deepspeed-zero3+selective-activation-checkpointing+optimizer-offload+parameter-offload",
             id="6.6B on one A100 80 GB: the optimizer moves to the host, and the weights for more rows at once",
         ),
         pytest.param(
@@ -683,7 +683,7 @@ SEQUENCE = {"preparation": {"maxLength": 512}, "task": "text-generation"}
                 "hardware": parse_hardware("gpu=A100-80GB,cpu=32,hostMemory=1Ti"),
                 "data": None,
             },
-            "deepspeed-zero3+selective-activation-checkpointing+optimizer-offload+parameter-offload",
+            "deepspeed-zero3+activation-checkpointing+optimizer-offload+parameter-offload",
             id="39B on one A100 80 GB: the parameters move as well",
         ),
         pytest.param(

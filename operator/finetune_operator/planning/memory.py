@@ -143,6 +143,8 @@ class Workload:
     """True if a step has several micro-batches, so that gradients are there during forward passes."""
     whole_logits: bool = False
     """True if training arguments keep a decoder from computing its loss some tokens at a time."""
+    narrow_loss: bool = False
+    """True if a decoder computes its loss in the type of its logits; False in this project's trainer."""
     casts: bool = True
     """False if weights are in the type that they compute in, as an inference process's are."""
     end: PipelineEnd | None = None
@@ -211,6 +213,11 @@ class Workload:
         if self.strategy.model_ranks == 1 or self.strategy.name != "ddp":
             return self.trained
         return stepped_parameters(self.model, self.strategy, self.layers, self.held, self.replicas)
+
+    @property
+    def shards_stages(self) -> bool:
+        """Return True for fsdp over the stages of a pipeline: weights and gradients are whole during a pass."""
+        return self.strategy.name == "fsdp" and self.strategy.pipeline is not None
 
     @cached_property
     def four_bit(self) -> int:
@@ -708,6 +715,11 @@ def _chunk(work: Workload) -> int:
     return chunk if chunk < tokens else 0
 
 
+def loss_chunk_tokens(work: Workload) -> int:
+    """Return the tokens for which the trainer computes logits and loss at a time; 0: for all at once."""
+    return _chunk(work)
+
+
 def _logit_bytes(work: Workload, moment: Moment) -> int:
     """Return the bytes of one logit: at the end of the forward pass itself, its fp32 form and the log-probability; for
     the loss's backward pass the log-probability and two gradients in fp32, those of torch's `nll_loss` and
@@ -721,6 +733,7 @@ def _logit_bytes(work: Workload, moment: Moment) -> int:
     sharded = work.strategy.name == "fsdp"
     family = work.model.model_type
     wide = decoder or work.autocast or family in FP32_LOSSES or (sharded and family in BIASED_LOGITS)
+    wide = wide and not work.narrow_loss
     loss = 4 if wide else width
     match moment:
         case "forward":
@@ -788,9 +801,13 @@ def _root(model: ModelFacts) -> int:
 
 def _gathered(work: Workload, moment: Moment) -> MemoryTerm | None:
     """Return the weights that a process has whole: with fully_shard the root from forward to backward, the block that
-    computes and the prefetched one; with ZeRO-3 the largest layers.
+    computes and the prefetched one, or all of its stages during a pass; with ZeRO-3 the largest layers.
     """
     model, width = work.model, work.compute_bytes
+    if work.shards_stages:
+        if moment in ("load", "step"):
+            return None
+        return MemoryTerm(name="gathered blocks", bytes=width * work.held, formula=f"{width} x {work.held:,} of a pass")
     if work.strategy.name == "fsdp" and moment not in ("load", "ends", "step"):
         tensor = work.strategy.tensor
         root = _root(model) // tensor
@@ -828,6 +845,11 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
     if work.adapter is not None:
         return None
     model, width = work.model, work.compute_bytes
+    if work.shards_stages:
+        if moment in ("load", "step"):
+            return None
+        # Sums over the micro-batches of a pass, in the type in which they are reduced.
+        return MemoryTerm(name="whole gradients", bytes=4 * work.held, formula=f"4 x {work.held:,} of a pass")
     if work.world.device == "cpu":
         # Those of one weight are small beside the shares that were measured; FSDP holds those of a block.
         if work.strategy.name != "fsdp":
