@@ -354,8 +354,8 @@ def preferring(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def run(bench: Any) -> Any:
         if not made:
             data = tmp_path_factory.mktemp("pairs")
-            words = [" ".join(WORDS[(at * 7 + each) % len(WORDS)] for each in range(3 + at % 9)) for at in range(96)]
-            lines = [{"prompt": f"{one} ", "chosen": one, "rejected": words[at - 5]} for at, one in enumerate(words)]
+            texts = [" ".join(WORDS[(at * 7 + each) % len(WORDS)] for each in range(3 + at % 9)) for at in range(96)]
+            lines = [{"prompt": f"{one} ", "chosen": one, "rejected": texts[at - 5]} for at, one in enumerate(texts)]
             write_lines(data / "train.jsonl", lines)
             write_lines(data / "validation.jsonl", lines[:8])
             job = task_job(
