@@ -43,6 +43,13 @@ class ShardedRank:
         return fork(_run, self)
 
 
+def rows_of(rank: int) -> Any:
+    """Return the token ids of a rank's rows, which are those of every step."""
+    import torch
+
+    return torch.randint(0, SIZES["vocab_size"], (4, 16), generator=torch.Generator().manual_seed(rank))
+
+
 def _run(one: ShardedRank) -> None:
     numbers = {"RANK": one.rank, "WORLD_SIZE": one.size, "LOCAL_RANK": one.rank, "LOCAL_WORLD_SIZE": one.size}
     os.environ.update({name: str(value) for name, value in numbers.items()})
@@ -69,7 +76,7 @@ def _run(one: ShardedRank) -> None:
     scaler = engine.accelerator.scaler
     if one.scale is not None:
         scaler._init_scale = one.scale
-    ids = torch.randint(0, SIZES["vocab_size"], (4, 16), generator=torch.Generator().manual_seed(one.rank))
+    ids = rows_of(one.rank)
     batch = {"input_ids": ids, "labels": ids}
     engine.start(lambda model: model(**batch).loss)
     engine.assert_in_effect("adamw")

@@ -15,7 +15,8 @@ import torch
 from finetune_contract.choices import StrategyName
 from finetune_contract.report import TimePart
 from finetune_trainer.strategies.divided_tensors import is_divided, placement_of
-from finetune_trainer.strategies.fsdp import expect_groups, mixed_precision, transformer_blocks
+from finetune_trainer.strategies.fsdp import expect_groups, mixed_precision, shard_group
+from finetune_trainer.strategies.fsdp_groups import groups_of
 from finetune_trainer.strategies.mesh import DATA, TENSOR
 from finetune_trainer.strategies.model_parallel import ModelParallel
 from finetune_trainer.strategies.strategy_protocol import Placed, expect
@@ -47,8 +48,8 @@ class ShardedReplicas(ModelParallel):
         assert self._mesh is not None
         mesh, (inner, outer) = self._mesh[DATA], mixed_precision(self._precision)
         again = self._settings.fsdp_sharding != "grad-op"
-        for block in transformer_blocks(model):
-            fully_shard(block, mesh=mesh, mp_policy=inner, reshard_after_forward=again)
+        for group in groups_of(model, releases=again):
+            shard_group(group, mesh=mesh, mp_policy=inner)
         fully_shard(model, mesh=mesh, mp_policy=outer, reshard_after_forward=False)
         return model
 
@@ -69,4 +70,4 @@ class ShardedReplicas(ModelParallel):
             found = f"{name} is spread as {placement_of(value, DATA)} over {ranks} data ranks of {self.shape.data}"
             expect(ranks == self.shape.data, self._label, "WrongMesh", found)
         super().assert_in_effect(placed)
-        expect_groups(placed.model, transformer_blocks(placed.model), self._settings)
+        expect_groups(placed.model, self._settings)
