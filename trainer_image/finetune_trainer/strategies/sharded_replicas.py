@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
 from finetune_contract.choices import StrategyName
 from finetune_contract.report import TimePart
 from finetune_trainer.strategies.divided_tensors import is_divided, placement_of
@@ -53,8 +51,8 @@ class ShardedReplicas(ModelParallel):
         fully_shard(model, mesh=mesh, mp_policy=outer, reshard_after_forward=False)
         return model
 
-    def _average_over_replicas(self, held: Mapping[str, torch.Tensor]) -> None:
-        """Do nothing: FSDP has averaged gradients as it reduced them."""
+    def _overlap(self, model: PreTrainedModel) -> None:
+        """Do nothing: FSDP averages gradients as it reduces them."""
 
     def assert_in_effect(self, placed: Placed) -> None:
         """Expect what model parallelism has, every parameter in shards over the data ranks, and groups as requested."""
