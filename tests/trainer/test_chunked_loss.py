@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from finetune_contract import plans
 from finetune_contract.choices import Stage
 from finetune_contract.plans import CHUNKED_LOSS_FAMILIES
-from finetune_contract.trainer_job import Training
+from finetune_contract.trainer_job import Strategy, Training
 from finetune_trainer.training import chunked_loss
 from process_support.sliced import decoder
 from trainer_support.forking import fork_server
@@ -167,6 +167,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "ZeRO-2, tied": ("deepspeed", {"zero_stage": 2}),
     "ZeRO-3, tied": ("deepspeed", {"zero_stage": 3}),
     "ZeRO-3": ("deepspeed", {"zero_stage": 3}),
+    "tensor": ("ddp", {"tensor": 2}),
+    "tensor, tied": ("ddp", {"tensor": 2}),
 }
 
 
@@ -206,7 +208,11 @@ def test_strategies_train_the_same_with_a_loss_in_chunks(
 ) -> None:
     strategy, settings = WAYS[way]
     expected = alone("qwen3" if "tied" in way else "llama", bench)
-    run = expected.at(tmp_path / "w").spread(strategy, 2, **settings)
+    run = expected.at(tmp_path / "w")
+    if "tensor" in settings:
+        run = run.in_replicas(Strategy.model_validate({"name": strategy, **settings}), 1, 8)
+    else:
+        run = run.spread(strategy, 2, **settings)
     case = run.case(processes=2, deepspeed=run.deepspeed_config() if strategy == "deepspeed" else None)
     call = {"call": "process_support.chunked:train", "arguments": {"arguments": case["arguments"], "logits": 400}}
     codes, output = fork_server().run({**case, **call})
@@ -215,4 +221,5 @@ def test_strategies_train_the_same_with_a_loss_in_chunks(
     # In the forward and in the backward pass of each of the five steps.
     assert len(counts) == 2
     assert min(counts) >= 2 * 2 * 5
+    assert output.count(f"divided over the vocabulary: {int('tensor' in settings)}") == 2
     assert max(compared(run, expected)) <= 1e-5

@@ -2,16 +2,22 @@
 pass and again in the backward pass.
 
 The head computes the loss where it would compute logits. So it runs inside the module that owns its weights, and
-strategies that gather weights by a module's hooks (ZeRO-3, FSDP) have them there in both passes.
+strategies that gather weights by a module's hooks (ZeRO-3, FSDP) have them there in both passes. Where tensor ranks
+divide the head over the vocabulary, each has the logits of its part only, and the cross-entropy is computed from all
+parts (torch's `loss_parallel`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -24,10 +30,10 @@ from finetune_trainer.data.slices import FOLLOWING, NOT_LEARNT
 
 def chunk_loss(model: PreTrainedModel, training: Training) -> ChunkedLoss | None:
     """Have `model` compute its loss in chunks, if it can: a decoder of a known family whose own loss is minimised and
-    that is whole on each process. None: it computes all logits at once.
+    whose layers are not divided into stages. None: it computes all logits at once.
     """
     others = needs_whole_logits(training.arguments)
-    whole = training.strategy.model_ranks == 1
+    whole = training.strategy.pipeline is None
     return ChunkedLoss(model) if whole and not others and _is_known_decoder(model) else None
 
 
@@ -75,7 +81,10 @@ class ChunkedLoss:
         parts = list(zip(torch.split(hidden.flatten(0, 1), tokens), torch.split(labels, tokens), strict=True))
         self.chunks = len(parts)
         sums = [checkpoint(self._sum, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
-        self._loss = torch.stack(sums).sum() / labels.ne(NOT_LEARNT).sum()
+        loss = torch.stack(sums).sum() / labels.ne(NOT_LEARNT).sum()
+        # Around a head that is divided over the vocabulary, transformers expects a DTensor, and returns its local part.
+        divided = isinstance(hidden, DTensor)
+        self._loss = DTensor.from_local(loss, hidden.device_mesh, hidden.placements) if divided else loss
         return self._loss
 
     @property
@@ -85,9 +94,22 @@ class ChunkedLoss:
     def _sum(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the cross-entropy summed over tokens, each of shape (tokens, width) and (tokens,)."""
         logits = cast(torch.Tensor, self._given_head(hidden)).float()
-        return nn.functional.cross_entropy(logits, labels, ignore_index=NOT_LEARNT, reduction="sum")
+        if isinstance(logits, DTensor):
+            _divide_cross_entropy()
+        found = nn.functional.cross_entropy(logits, labels, ignore_index=NOT_LEARNT, reduction="sum")
+        return found.to_local() if isinstance(found, DTensor) else found
 
     def _loss_function(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._loss is not None:
             return logits  # what the head returned, behind the hooks of a strategy
         return cast(torch.Tensor, self._given_loss(logits, labels, *args, **kwargs))
+
+
+@cache
+def _divide_cross_entropy() -> AbstractContextManager[None]:
+    """Have torch compute cross-entropies of logits that are divided over the vocabulary without gathering them, for the
+    rest of this process: the context must be entered in the backward pass, too, which a checkpoint resumes anywhere.
+    """
+    context = loss_parallel()
+    context.__enter__()
+    return context
