@@ -33,6 +33,8 @@ class ShardedRank:
     optimizer: str = "adamw_torch"
     scale: float | None = None
     """Factor of the loss in the first step; None: torch's."""
+    backend: str | None = None
+    """Backend of torch.compile; None: nothing is compiled."""
 
     @property
     def figures(self) -> Path:
@@ -71,6 +73,8 @@ def _run(one: ShardedRank) -> None:
     arguments: dict[str, Any] = {
         "use_cpu": True, "max_steps": STEPS, "learning_rate": 1e-3, "optim": one.optimizer, "report_to": [],
     }  # fmt: skip
+    if one.backend is not None:
+        arguments |= {"torch_compile": True, "torch_compile_backend": one.backend}
     args = TrainingArguments(str(one.folder), **arguments, **strategy.arguments())
     engine = engine_of(model, args, strategy, adapted=False)
     scaler = engine.accelerator.scaler

@@ -119,8 +119,7 @@ def test_labels_that_are_shifted_already_are_taken_as_they_are() -> None:
 
 
 def test_other_losses_and_models_compute_all_logits() -> None:
-    for argument in ("torch_compile", "use_liger_kernel"):
-        assert chunked_loss.chunk_loss(decoder("llama"), training(arguments={argument: True})) is None
+    assert chunked_loss.chunk_loss(decoder("llama"), training(arguments={"use_liger_kernel": True})) is None
     assert chunked_loss.chunk_loss(decoder("gemma2", head_dim=8), training()) is None
     config = AutoConfig.for_model("llama", vocab_size=41, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     assert chunked_loss.chunk_loss(AutoModelForSequenceClassification.from_config(config), training()) is None
@@ -139,11 +138,6 @@ def test_classes_and_losses_outside_of_transformers_compute_all_logits() -> None
     model = decoder("llama")
     model.loss_function = lambda *_: torch.zeros(())
     assert chunked_loss.chunk_loss(model, training()) is None
-
-
-@pytest.mark.parametrize("argument", ["torch_compile_backend", "torch_compile_mode"])
-def test_arguments_that_switch_compilation_on_compute_all_logits(argument: str) -> None:
-    assert chunked_loss.chunk_loss(decoder("llama"), training(arguments={argument: "default"})) is None
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

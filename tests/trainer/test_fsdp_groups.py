@@ -81,8 +81,9 @@ def test_embedding_and_head_are_groups_of_their_own(auto: Any, family: str, conf
     assert [group.releases for group in others] == [True, False][: len(ends)], "the head's backward pass follows"
 
 
-def test_groups_train_as_one_process(tmp_path: Path):
-    ranks = [sharded_training.ShardedRank(rank, 2, "fp32", tmp_path) for rank in range(2)]
+@pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["", "compiled"])
+def test_groups_train_as_one_process(backend: str | None, tmp_path: Path):
+    ranks = [sharded_training.ShardedRank(rank, 2, "fp32", tmp_path, backend=backend) for rank in range(2)]
     processes = [one.start() for one in ranks]
     for process in processes:
         process.join(patient(120))
@@ -117,5 +118,5 @@ def _alone() -> tuple[list[float], list[float], list[float]]:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        weights.append(float(next(model.parameters()).abs().sum()))
+        weights.append(next(model.parameters()).abs().sum().item())
     return losses, norms, weights

@@ -642,7 +642,9 @@ def _activations(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
     ends = 3 * model.hidden_size * work.wide  # embedding output, its norm and dropout; the final norm
     judged = _chunk(work) or tokens
     judges = work.task in LANGUAGE_TASKS and work.end != "first"
-    logits = judged * model.vocabulary_size * _logit_bytes(work, moment) if judges else 0
+    # A loss in chunks has the logits of a tensor rank's part of the vocabulary.
+    vocabulary = model.vocabulary_size // (work.strategy.tensor if _chunk(work) else 1)
+    logits = judged * vocabulary * _logit_bytes(work, moment) if judges else 0
     kept, what = _kept_bytes_per_token(work)
     pipeline = work.strategy.pipeline
     layers, kept_at_once = work.layers - (moment == "reduction"), _kept_at_once(work, moment)
@@ -664,7 +666,7 @@ def _activations(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
     part = "" if length == work.length else f" of {work.length}"
     words = f"{work.micro_batch} rows{each} x {length}{part} tokens x ({words} + ends {ends:,}){passed}"
     if logits:
-        words += f" + {judged:,} x {model.vocabulary_size:,} logits x {_logit_bytes(work, moment)}"
+        words += f" + {judged:,} x {vocabulary:,} logits x {_logit_bytes(work, moment)}"
     return MemoryTerm(name="activations", bytes=int(tokens * total) + logits, formula=words), int(tokens * offloaded)
 
 
@@ -699,7 +701,7 @@ def _passing_bytes_per_token(work: Workload) -> int:
 
 def _chunk(work: Workload) -> int:
     """Return the tokens for which logits are computed at a time (`finetune_trainer.training.chunked_loss`); 0: all."""
-    whole = work.strategy.model_ranks == 1 and not work.whole_logits
+    whole = work.strategy.pipeline is None and not work.whole_logits
     if not whole or work.task != "text-generation" or work.model.model_type not in CHUNKED_LOSS_FAMILIES:
         return 0
     tokens = work.micro_batch * work.sequences * slice_tokens(work.length, work.strategy.sequence)
@@ -785,14 +787,25 @@ def _root(model: ModelFacts) -> int:
     return max(0, model.parameters - model.layers * model.block_parameters)
 
 
+def _apart(work: Workload) -> bool:
+    """Return whether FSDP gathers embeddings and head as groups of their own: those of a decoder that share no weight
+    (`finetune_trainer.strategies.fsdp_groups`).
+    """
+    decoder = work.task in ("text-generation", "preference-tuning")
+    return work.strategy.name == "fsdp" and decoder and not work.model.tied_embeddings
+
+
 def _gathered(work: Workload, moment: Moment) -> MemoryTerm | None:
-    """Return the weights that a process has whole: with fully_shard the root from forward to backward, the block that
-    computes and the prefetched one; with ZeRO-3 the largest layers.
+    """Return the weights that a process has whole: with fully_shard the root from forward to backward, or the head
+    until its gradient is reduced, the block that computes and the prefetched one; with ZeRO-3 the largest layers.
     """
     model, width = work.model, work.compute_bytes
     if work.strategy.name == "fsdp" and moment not in ("load", "ends", "step"):
         tensor = work.strategy.tensor
         root = _root(model) // tensor
+        if _apart(work):
+            kept = model.embedding_parameters // tensor if work.strategy.fsdp_sharding == "grad-op" else 0
+            root = kept + (0 if moment in _BACKWARD else work.head)
         blocks = 2 if moment in ("forward", *_BACKWARD) else 1
         if work.strategy.fsdp_sharding == "grad-op":
             blocks = model.layers
@@ -870,7 +883,13 @@ def _fsdp_gradients(work: Workload, moment: Moment, chunked: bool) -> tuple[int,
             return each * work.head, f"{each} x {work.head:,} of the head"
         case "layers":
             block = model.block_parameters // tensor
+            if _apart(work):
+                return 4 * work.head + width * block, f"4 x {work.head:,} of the head + {width} x {block:,} of a block"
             return width * (work.head + block), f"{width} x {work.head + block:,} of the head and a block"
+        case "reduction" if _apart(work):
+            block = model.block_parameters // tensor
+            padded = int(model.block_parameters * _padded(work)) // tensor
+            return width * block + 4 * padded, f"{width} x {block:,} + 4 x {padded:,} of a block"
         case "reduction":
             block = model.block_parameters // tensor
             padded = int(model.block_parameters * _padded(work)) // tensor
@@ -878,6 +897,9 @@ def _fsdp_gradients(work: Workload, moment: Moment, chunked: bool) -> tuple[int,
             return width * (work.head + block) + 4 * padded, words
         case "ends":
             root = _root(model) // tensor
+            if _apart(work):
+                root = max(0, root - work.head)
+                return (width + 4) * root, f"{width + 4} x {root:,} of embeddings"
             return (width + 4) * root, f"{width + 4} x {root:,} of embeddings and head"
         case _:
             return None
@@ -1021,7 +1043,7 @@ def _moments(work: Workload, states: ModelStates) -> Iterator[tuple[MemoryTerm, 
 
 def _converted(work: Workload) -> Iterator[MemoryTerm]:
     """Yield the weights beside those that stay while a process converts them on its device, one after the other in the
-    type of its file, and before FSDP shards the last ones, embeddings and head.
+    type of its file, and before FSDP shards the last ones, embeddings and head, one after the other if it can.
     """
     if work.world.device == "cpu" or work.deepspeed:
         return
@@ -1034,7 +1056,11 @@ def _converted(work: Workload) -> Iterator[MemoryTerm]:
     largest = max(model.vocabulary_size * model.hidden_size, largest_linear(model))
     width = min(4, -(-model.parameter_bytes // model.parameters))
     size, words = width * largest, f"{width} x {largest:,} of the largest weight"
-    if work.strategy.name == "fsdp":
+    if _apart(work):
+        ends = max(model.embedding_parameters, _root(model) - model.embedding_parameters)
+        size += 4 * ends
+        words += f" + 4 x {ends:,} of embeddings or head"
+    elif work.strategy.name == "fsdp":
         frozen = work.head if work.narrow and not model.tied_embeddings else 0
         size += 4 * _root(model) - 2 * frozen
         words += f" + 4 x {_root(model):,} of embeddings and head"
