@@ -1049,17 +1049,25 @@ def _converted(work: Workload) -> Iterator[MemoryTerm]:
         return
     model = work.model
     if work.strategy.model_ranks > 1:
-        if work.strategy.name == "fsdp":
-            more = work.held - work.held // work.shards
-            yield MemoryTerm(name="conversion", bytes=4 * more, formula=f"4 x {more:,} before they are sharded")
+        more = work.held - work.held // work.shards if work.strategy.name == "fsdp" else 0
+        words = f"4 x {more:,} before they are sharded"
+        if work.strategy.tensor > 1:
+            # Each weight is whole on the device until its slice is cut.
+            whole = max(model.vocabulary_size * model.hidden_size, largest_linear(model))
+            more, words = more + whole, f"{words} + 4 x {whole:,} of the largest weight"
+        if more:
+            yield MemoryTerm(name="conversion", bytes=4 * more, formula=words)
         return
     largest = max(model.vocabulary_size * model.hidden_size, largest_linear(model))
     width = min(4, -(-model.parameter_bytes // model.parameters))
     size, words = width * largest, f"{width} x {largest:,} of the largest weight"
     if _apart(work):
-        ends = max(model.embedding_parameters, _root(model) - model.embedding_parameters)
-        size += 4 * ends
-        words += f" + 4 x {ends:,} of embeddings or head"
+        # Both in turn: in the type of the file, and converted if that is another one.
+        trained = 4 + (width if width != 4 else 0)
+        frozen_head = width + (2 if width != 2 else 0) if work.narrow else trained
+        size = max(trained * model.embedding_parameters, frozen_head * work.head)
+        words = f"the larger one of embeddings {trained} x {model.embedding_parameters:,} and head {frozen_head} x "
+        words += f"{work.head:,}"
     elif work.strategy.name == "fsdp":
         frozen = work.head if work.narrow and not model.tied_embeddings else 0
         size += 4 * _root(model) - 2 * frozen
