@@ -43,9 +43,9 @@ class Nodes:
         if self.count == 1:
             return ["--standalone"]
         host, _, port = self.endpoint.rpartition(":")
-        # Only the first node listens, wherever its name resolves to.
-        where = [f"--rdzv-endpoint={host}:{port}", f"--rdzv-conf=is_host={int(self.first)}"]
-        return [f"--nnodes={self.count}", "--rdzv-backend=c10d", f"--rdzv-id={name}", *where]
+        # Static, so that the first node has rank 0.
+        where = [f"--node-rank={self.index}", f"--master-addr={host}", f"--master-port={port}"]
+        return [f"--nnodes={self.count}", f"--rdzv-id={name}", *where]
 
     def environment(self, name: str) -> dict[str, str]:
         """Return the variables with which the trainer's launcher meets the other nodes for a run of that name."""

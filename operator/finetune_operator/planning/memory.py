@@ -28,6 +28,7 @@ from finetune_contract.plans import (
     JUDGED_LOGITS,
     REQUESTED_LOGITS,
     SAVED_PIECE_BYTES,
+    SLICED_NORM_FAMILIES,
     loss_tokens,
 )
 from finetune_contract.trainer_job import Adapter, Strategy, World
@@ -543,6 +544,7 @@ def activation_bytes_per_token(work: Workload) -> int:
         # A norm of several operations keeps its normalised input for the gradient of its weight, which is frozen here.
         # A layer that is recomputed has it for a moment.
         norms -= shape.norm_inputs / 2 * work.wide
+    norms /= _norm_slices(work)
     # With dropout before an adapter's matrices their inputs are counted there; a frozen layer keeps none.
     casts = shape.shared_inputs if work.autocast and not (work.adapter and work.adapter.dropout) else 0
     fp32 = shape.feed_forward_fp32 if work.autocast and work.world.device == "cuda" else 0
@@ -560,6 +562,14 @@ def activation_bytes_per_token(work: Workload) -> int:
     )
     attention = model.attention_heads / tensor * _score_bytes_per_token(work)
     return int(linear + attention + _mask_bytes_per_token(work) + _adapter_bytes_per_token(work, mask))
+
+
+def _norm_slices(work: Workload) -> int:
+    """Return the processes that share the tokens of a row in norms and between layers, under tensor parallelism
+    (`finetune_trainer.strategies.sequence_norms`).
+    """
+    sliced = work.strategy.pipeline is None and work.model.model_type in SLICED_NORM_FAMILIES
+    return work.strategy.tensor if sliced else 1
 
 
 def experts_of_a_token(model: ModelFacts) -> float:
@@ -622,7 +632,7 @@ def _kept_bytes_per_token(work: Workload) -> tuple[int, str]:
             layer = work.saved_per_token
             return layer, f"{layer:,}"
         case "full":
-            return model.hidden_size * wide, "layer inputs"
+            return model.hidden_size * wide // _norm_slices(work), "layer inputs"
         case "selective":
             outputs = sum(each.outputs for each in model.linear_layers.values()) // model.layers
             outputs = outputs or 5 * model.hidden_size + model.intermediate_size
@@ -630,7 +640,7 @@ def _kept_bytes_per_token(work: Workload) -> tuple[int, str]:
                 adapted = adapted_layers(model, work.adapter).values()
                 outputs += sum(each.outputs for each in adapted) // model.layers + len(adapted) * work.adapter.rank
             fused = 0 if _unfused_scores(work) else model.hidden_size
-            kept = model.hidden_size * wide + (outputs + fused) * width
+            kept = model.hidden_size * wide // _norm_slices(work) + (outputs + fused) * width
             return kept, f"{kept:,} of inputs and products"
 
 

@@ -76,6 +76,11 @@ SEQUENCE_FAMILIES = ("gemma", "gpt2", "llama", "mistral", "phi3", "qwen2", "qwen
 theirs are to be split.
 """
 
+SLICED_NORM_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Values of a config's `model_type` of decoders whose norms, under tensor parallelism without a pipeline, compute a
+slice of the tokens on each process.
+"""
+
 
 def owners_of(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
     """Return the rank in `range(ranks)` that owns each weight, of these numbers of elements: the largest weights first,

@@ -32,7 +32,7 @@ from finetune_trainer.strategies.full_state import (
     load_shards,
     stored_form,
 )
-from finetune_trainer.strategies.gradient_reducer import GradientReducer
+from finetune_trainer.strategies.gradient_reducer import GradientReducer, copy_parts, pieces
 from finetune_trainer.strategies.mesh import DATA, PIPELINE, TENSOR, MeshShape
 from finetune_trainer.strategies.optimizer_state import (
     NamedState,
@@ -52,6 +52,8 @@ from finetune_trainer.strategies.strategy_protocol import (
     type_name,
 )
 from finetune_trainer.strategies.tensor import (
+    SUMMED,
+    has_sliced_norms,
     of_kept_layers,
     split_layers,
     split_weights,
@@ -128,14 +130,20 @@ class ModelParallel(FullState):
         self._mesh = self.shape.build(self._device)
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
         self._tied = tied_names(model)
-        expected = _probe(model)
+        expected, sliced = _probe(model), False
         if self.shape.tensor > 1:
             self._plan = tensor_plan(model, self.shape.tensor)
+            if sliced := self._settings.pipeline is None and has_sliced_norms(model):
+                from finetune_trainer.strategies.sequence_norms import slice_tokens_between_layers, sliced_plan
+
+                self._plan = sliced_plan(self._plan, model, SUMMED)
         if self._settings.pipeline is not None:
             self.pipeline = Pipeline(model, self._settings.pipeline, self._mesh[PIPELINE])
             self._tied_groups = self._make_tied_groups()
         if self.shape.tensor > 1:
             split_layers(model, self._mesh[TENSOR], of_kept_layers(self._plan, model))
+            if sliced:
+                slice_tokens_between_layers(model, self._mesh[TENSOR])
         if self.pipeline is not None:
             self.pipeline.build_stages(model)
             model.forward = self.pipeline.evaluate
@@ -265,9 +273,10 @@ class ModelParallel(FullState):
     def _sum_inside_replica(self, held: Mapping[str, torch.Tensor]) -> None:
         assert self._mesh is not None
         self._sum_tied(held)
-        for name in summed_weights(self._plan):
-            if name in held:
-                distributed.all_reduce(local_gradient(held[name]), group=self._mesh[TENSOR].get_group())
+        for piece in pieces([local_gradient(held[name]) for name in summed_weights(self._plan) if name in held]):
+            flat = torch.cat([gradient.flatten() for gradient in piece])
+            distributed.all_reduce(flat, group=self._mesh[TENSOR].get_group())
+            copy_parts(flat, piece)
 
     @property
     def _replica_group(self) -> Any:
