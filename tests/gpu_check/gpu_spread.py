@@ -18,6 +18,7 @@ from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import Strategy, TrainerJob
 from gpu_check.gpu_jobs import Size, figures_of
 from gpu_check.gpu_nodes import Nodes, announce, awaited
+from gpu_check.gpu_report import SkippedError
 
 BASE = "single"
 """Name of the training whose rows and plan are used."""
@@ -48,8 +49,11 @@ def spread_job(job: TrainerJob, name: str, strategy: Strategy, nodes: int, proce
 def train_on_nodes(name: str, folder: Path, size: Size, processes: int, nodes: Nodes, limit: float) -> dict[str, Any]:
     """Train in the way `name` on all nodes; return the figures on the first node, nothing on others.
 
-    `processes`: those of a node. `limit`: seconds. Raise RuntimeError for a run that failed.
+    `processes`: those of a node. `limit`: seconds. Raise SkippedError for a way that these nodes cannot take, and
+    RuntimeError for a run that failed.
     """
+    if SPREAD[name].fsdp_sharding == "hybrid" and processes < 2:
+        raise SkippedError("needs 2 GPUs a node")
     short = name.replace(", ", "-").replace(" ", "-")
     paths = JobPaths.of(folder.resolve() / "spread", short)
     ready = folder / f"{short}.ready"
