@@ -149,7 +149,6 @@ def titan(
 _PRODUCTS = "torchtitan computes every second matrix product again, and `selective` keeps them all"
 _COMPILED = f"{_PRODUCTS}; compiled kernels keep less between products"
 _SEQUENCE = "torchtitan divides layer inputs and logits among the tensor ranks, too; the trainer does not"
-_STAGES = "torchtitan keeps a stage gathered and its gradients whole during a pass; fsdp over stages is refused here"
 _EIGHT = (2, 8192)
 _FP8: dict[str, Any] = {"precision": "fp8", "mode": "full"}
 
@@ -170,8 +169,8 @@ def titan_runs() -> tuple[MemoryRun, ...]:
         titan("8B, 128 GPUs", "8b", 16, _EIGHT, 67.0, 0.3, _PRODUCTS),
         titan("8B, 128 GPUs, compiled", "8b", 16, _EIGHT, 62.0, 0.4, _COMPILED),
         titan("70B, 256 GPUs, fp8", "70b", 32, (16, 8192), 71.9, 5.0, _SEQUENCE, **_FP8, tensor=8),
-        titan("405B, 512 GPUs, fp8, 1F1B", "405b", 64, (1, 8192), 82.5, 0.4, _STAGES, **stages("1f1b")),
-        titan("405B, 512 GPUs, fp8, interleaved", "405b", 64, (1, 8192), 72.7, **stages("interleaved")),
+        titan("405B, 512 GPUs, fp8, 1F1B", "405b", 64, (1, 8192), 82.5, **stages("1f1b")),
+        titan("405B, 512 GPUs, fp8, interleaved", "405b", 64, (1, 8192), 72.7, 0.5, _SEQUENCE, **stages("interleaved")),
     )
 
 

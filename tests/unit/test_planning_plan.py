@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
+from finetune_contract.plans import loss_tokens
 from finetune_contract.trainer_job import Batch, CheckpointSchedule, Columns, Strategy, World
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import parse_quantity
@@ -289,6 +290,27 @@ def test_rows_with_two_answers_count_as_two_sequences_each():
     before = planned(spec, model=gpt2, data=None, **hardware)
     taken = "the 2 sequences of every row are taken to have 512 tokens, the most they can have"
     assert f"lengths: nothing is prepared yet; {taken}" in before.assumptions
+
+
+def test_preference_tuning_computes_its_loss_in_chunks_of_logits():
+    hardware, training = {"hardware": EIGHT_H100}, {"globalBatchSize": 16, "microBatchSize": 16}
+    spec = {**PREFERS, "resources": {"gpusPerNode": 1}, "training": training}
+    shape = model("gpt2", "preference-tuning")
+    chunked, whole = (
+        planned(
+            {**spec, "training": {**training, "arguments": arguments}},
+            model=shape, data=rows(3200, longest=200, mean=100), **hardware,
+        )
+        for arguments in ({}, {"torch_compile": True})
+    )  # fmt: skip
+
+    def logits(result: JobPlan) -> str:
+        assert result.memory is not None
+        (activations,) = (term.formula for term in result.memory.terms if term.name == "activations")
+        return activations.partition(" + ends ")[2].partition(" + ")[2].partition(" logits")[0]
+
+    assert logits(chunked) == f"{loss_tokens(shape.vocabulary_size):,} x {shape.vocabulary_size:,}"
+    assert logits(whole) == f"{16 * 2 * 128:,} x {shape.vocabulary_size:,}"
 
 
 def test_rows_to_answer_need_no_answers():

@@ -56,6 +56,14 @@ def test_weights_and_gradients_are_sent_as_often_as_the_stage_divides_them():
     assert elements(name="fsdp", fsdp_sharding="grad-op") == pytest.approx(8 * (1 + 2), rel=0.01)
 
 
+@pytest.mark.parametrize(("micro_batches", "passes"), [(8, 1), (2, 4)])
+def test_stages_gather_and_reduce_once_a_pass_of_the_pipeline(micro_batches: int, passes: int):
+    pipeline = Pipeline(degree=2, micro_batches=micro_batches)
+    # Two replicas exchange a half of each stage. The second stage gathers when the first micro-batch reaches it.
+    per_stage = passes * (2 * 1 + 2) / 2 * (1 / 2) / (3 / 4)
+    assert elements(name="fsdp", pipeline=pipeline) == pytest.approx(per_stage, rel=0.01)
+
+
 def test_gathers_hide_behind_computation_until_they_take_longer():
     much, little = step(Strategy(name="fsdp"), (8, 1, 4096)), step(Strategy(name="fsdp"), (1, 1, 128))
     assert much.sending < 0.01 * much.total

@@ -10,7 +10,7 @@ from __future__ import annotations
 from finetune_contract.arguments import allows_tf32, compiles, needs_whole_logits
 from finetune_contract.choices import Precision
 from finetune_contract.facts import ModelFacts
-from finetune_contract.plans import CHUNKED_LOSS_FAMILIES, loss_tokens
+from finetune_contract.plans import CHUNKED_LOSS_FAMILIES, CHUNKED_LOSS_TASKS, chunks_loss, loss_tokens
 from finetune_contract.trainer_job import Adapter, Batch, Strategy
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import human_seconds
@@ -170,9 +170,11 @@ def _row_in_pack(draft: Draft) -> float:
 def _chunks_loss(draft: Draft, strategy: Strategy, micro: int) -> bool:
     """Return whether the trainer computes the loss in chunks (`finetune_trainer.training.chunked_loss`)."""
     others = needs_whole_logits(draft.training.arguments)
-    known = draft.spec.task == "text-generation" and draft.model.model_type in CHUNKED_LOSS_FAMILIES
+    known = draft.spec.task in CHUNKED_LOSS_TASKS and draft.model.model_type in CHUNKED_LOSS_FAMILIES
     several = micro * draft.lengths.row > loss_tokens(draft.model.vocabulary_size)
-    return known and not others and strategy.model_ranks == 1 and several
+    plain = draft.spec.task == "text-generation" and draft.training.label_smoothing == 0
+    chunks = chunks_loss(tensor=strategy.tensor, staged=strategy.pipeline is not None, plain=plain)
+    return known and not others and chunks and several
 
 
 def step_time(draft: Draft, strategy: Strategy, batch: Batch) -> StepTime | None:

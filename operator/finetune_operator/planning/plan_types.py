@@ -99,6 +99,8 @@ class Facts:
     """True if the cluster serves the custom metrics API, which autoscalers read metrics of pods from."""
     http_routes: bool = False
     """True if the cluster serves HTTPRoutes of the Gateway API."""
+    http_scaled_objects: bool = False
+    """True if the cluster serves HTTPScaledObjects of the KEDA HTTP add-on."""
     runtime_there: EndpointRuntime | None = None
     """Runtime of the job's endpoint as deployed now; None if it is not."""
     prepared: bool = False
@@ -208,6 +210,8 @@ class Servers(Message):
     """Servers under full load; equal to `replicas` without an autoscaler."""
     target_requests: int | None = Field(default=None, exclude_if=lambda target: target is None)
     """Requests in flight per server that the autoscaler aims at; None: it scales by CPU use."""
+    idle_seconds: int | None = Field(default=None, ge=1, exclude_if=lambda seconds: seconds is None)
+    """Time without requests, after which all servers end, in seconds; None: servers stay."""
     requests: dict[str, str]
     """Requests of one server that have no limit; quantities by Kubernetes' names."""
     limits: dict[str, str] = Field(default_factory=dict)

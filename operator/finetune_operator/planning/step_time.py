@@ -538,6 +538,8 @@ def _sending(work: StepWork, machine: Machine, computing: float) -> float:
     held, trained = work.held_bytes(work.width) / split, work.trained / split
     last_backward = computing / micros * 2 / 3
     rate = machine.ring_rate
+    if strategy.name == "fsdp" and strategy.pipeline is not None:
+        return _gathering_stages(work, machine, computing, held, trained)
     if strategy.name == "fsdp" or strategy.zero_stage == 3:
         return _gathering(work, machine, computing, held, trained)
     if strategy.name == "deepspeed" and strategy.zero_stage in (1, 2):
@@ -568,9 +570,7 @@ def _gathering(work: StepWork, machine: Machine, computing: float, held: float, 
     """Return the seconds of ZeRO-3's and fsdp's gathers and reductions that computation does not hide; `held`: bytes of
     the weights, `trained`: their number.
     """
-    strategy, layers = work.strategy, work.model.layers
-    # A pipeline keeps its weights gathered and reduces once a step, as torchtitan does.
-    micros = work.accumulation if strategy.pipeline is None else 1
+    strategy, layers, micros = work.strategy, work.model.layers, work.accumulation
     hybrid = strategy.fsdp_sharding == "hybrid"
     inside = machine.link_rate
     rate = inside if hybrid else machine.ring_rate if strategy.model_ranks == 1 else _replica_rate(machine)
@@ -589,6 +589,22 @@ def _gathering(work: StepWork, machine: Machine, computing: float, held: float, 
         nodes = machine.nodes
         between = 2 * trained * 4 / machine.gpus_per_node * (nodes - 1) / nodes / (machine.network * NETWORK_SHARE)
     return max(ends, total - computing) + between
+
+
+def _gathering_stages(work: StepWork, machine: Machine, computing: float, held: float, trained: float) -> float:
+    """Return the seconds of fsdp's gathers and reductions over the stages of a pipeline that computation does not hide.
+
+    A stage gathers its weights once a pass, while it computes the first micro-batch; the next stage begins after that.
+    It reduces its gradients after the last micro-batch, when nothing is left to compute; the first stage is the last.
+    """
+    pipeline = work.strategy.pipeline
+    assert pipeline is not None
+    layers, ranks, rate = max(1, work.model.layers // pipeline.degree), work.data_ranks, _replica_rate(machine)
+    share, forward = (ranks - 1) / ranks, computing / work.accumulation / 3
+    gathering = share * held / rate + layers * machine.latency
+    reducing = share * trained * work.reduced_bytes / rate + layers * machine.latency
+    passes = max(1, work.accumulation // pipeline.micro_batches)
+    return passes * (pipeline.degree * max(gathering / layers, gathering - forward) + reducing)
 
 
 # --------------------------------------------------------------------------------------------------- optimizer, offload
