@@ -263,7 +263,7 @@ class StepWork:
     recomputed_products: float = 0.0
     """Share of the matrix products that selective checkpointing repeats; 0 in this project's trainer."""
     split_norms: bool = False
-    """True if tensor ranks share what lies between split layers, too; False in this project's trainer."""
+    """True if tensor ranks share what lies between split layers, too (`SLICED_NORM_FAMILIES`)."""
     tf32: bool = False
     """True if a training in fp32 multiplies in TF32 on GPUs that have it."""
     reduced_bytes: int = 4
