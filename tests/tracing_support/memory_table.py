@@ -76,7 +76,7 @@ def workload(case: Case, facts: ModelFacts) -> Workload:
         task=case.task,
         strategy=training.strategy,
         precision=case.precision,
-        optimizer="adamw",
+        optimizer=training.optimizer,
         world=training.world,
         micro_batch=case.rows,
         length=case.tokens,
