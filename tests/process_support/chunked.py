@@ -25,5 +25,6 @@ def train(arguments: list[str], logits: int) -> None:
     chunked_loss.ChunkedLoss._judge = counted  # type: ignore[method-assign]
     code = run(arguments)
     print(f"{calls} chunks were computed")
+    print(f"divided over the vocabulary: {chunked_loss._divide_cross_entropy.cache_info().currsize}")
     sys.stdout.flush()
     os._exit(code)

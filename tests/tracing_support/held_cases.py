@@ -453,7 +453,9 @@ HELD_CASES = (
     _decoder("llama fsdp tensor 2", WIDTH, _fsdp(tensor=2), layers=2, tokens=4096),
     _decoder("llama fsdp tensor 4 full", WIDTH, _fsdp("full", tensor=4), layers=8, tokens=8192),
     _decoder("llama fsdp tensor grad-op", WIDTH, _fsdp(tensor=2, fsdp_sharding="grad-op"), layers=4, tokens=2048),
-    _decoder("llama 70B fsdp tensor 8 full", LLAMA_70B, _fsdp("full", tensor=8), size=64, rank=31, tokens=8192),
+    _decoder(
+        "llama 70B fsdp tensor 8 full", LLAMA_70B, _fsdp("full", tensor=8), size=64, rank=31, tokens=8192, held=False
+    ),
     _decoder("llama fsdp pipeline first", WIDTH, _pipeline(2, 0, "full", passes=4, replicas="fsdp"), layers=4),
     _decoder("llama fsdp pipeline last", WIDTH, _pipeline(2, 7, passes=4, replicas="fsdp"), layers=4),
     _decoder(

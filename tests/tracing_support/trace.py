@@ -176,8 +176,9 @@ class Trace(TorchDispatchMode):
             return
         if name.startswith("allgather"):
             self.mark("gathered", tree_leaves(args[0]))
-        # In operations that take both, the input follows the output.
-        given = args[1] if name.startswith(("allgather", "reduce_scatter", "alltoall", "gather")) else args[0]
+        # In operations that take both, the input follows the output; functional ones return it.
+        both = func.namespace == "c10d" and name.startswith(("allgather", "reduce_scatter", "alltoall", "gather"))
+        given = args[1] if both else args[0]
         for each in tree_leaves(given):
             if isinstance(each, torch.Tensor):
                 where = "" if each.device.type == "cuda" else f" on {each.device.type}"

@@ -135,9 +135,9 @@ CASES = (
     Case("sequence", Strategy(name="fsdp", sequence=4)),
     Case("LoRA", Strategy(name="ddp"), adapter=_adapter("lora")),
     Case("fp8", Strategy(name="fsdp"), precision="fp8"),
-    Case("fp16", Strategy(name="ddp"), precision="fp16", held=True),
-    Case("fp16 with fsdp", Strategy(name="fsdp"), precision="fp16", held=True),
-    Case("fp16 with SGD", Strategy(name="ddp"), precision="fp16", optimizer="sgd", held=True),
+    Case("fp16", Strategy(name="ddp"), precision="fp16"),
+    Case("fp16 with fsdp", Strategy(name="fsdp"), precision="fp16"),
+    Case("fp16 with SGD", Strategy(name="ddp"), precision="fp16", optimizer="sgd"),
     Case("packs", Strategy(name="single"), size=1, rank=0, packed=8),
     Case("activations in host memory", Strategy(name="single", offload_activations="cpu"), size=1, rank=0),
 )

@@ -217,8 +217,7 @@ def test_labels_that_are_shifted_already_are_taken_as_they_are() -> None:
 
 
 def test_other_losses_and_models_compute_all_logits() -> None:
-    for argument in ("torch_compile", "use_liger_kernel"):
-        assert chunked_loss.chunk_loss(decoder("llama"), training(arguments={argument: True})) is None
+    assert chunked_loss.chunk_loss(decoder("llama"), training(arguments={"use_liger_kernel": True})) is None
     assert chunked_loss.chunk_loss(decoder("gemma2", head_dim=8), training()) is None
     config = AutoConfig.for_model("llama", vocab_size=41, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     assert chunked_loss.chunk_loss(AutoModelForSequenceClassification.from_config(config), training()) is None
@@ -237,11 +236,6 @@ def test_classes_and_losses_outside_of_transformers_compute_all_logits() -> None
     model = decoder("llama")
     model.loss_function = lambda *_: torch.zeros(())
     assert chunked_loss.chunk_loss(model, training()) is None
-
-
-@pytest.mark.parametrize("argument", ["torch_compile_backend", "torch_compile_mode"])
-def test_arguments_that_switch_compilation_on_compute_all_logits(argument: str) -> None:
-    assert chunked_loss.chunk_loss(decoder("llama"), training(arguments={argument: "default"})) is None
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
@@ -265,6 +259,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "ZeRO-2, tied": ("deepspeed", {"zero_stage": 2}),
     "ZeRO-3, tied": ("deepspeed", {"zero_stage": 3}),
     "ZeRO-3": ("deepspeed", {"zero_stage": 3}),
+    "tensor": ("ddp", {"tensor": 2}),
+    "tensor, tied": ("ddp", {"tensor": 2}),
 }
 
 
@@ -304,7 +300,11 @@ def test_strategies_train_the_same_with_a_loss_in_chunks(
 ) -> None:
     strategy, settings = WAYS[way]
     expected = alone("qwen3" if "tied" in way else "llama", bench)
-    run = expected.at(tmp_path / "w").spread(strategy, 2, **settings)
+    run = expected.at(tmp_path / "w")
+    if "tensor" in settings:
+        run = run.in_replicas(Strategy.model_validate({"name": strategy, **settings}), 1, 8)
+    else:
+        run = run.spread(strategy, 2, **settings)
     case = run.case(processes=2, deepspeed=run.deepspeed_config() if strategy == "deepspeed" else None)
     call = {"call": "process_support.chunked:train", "arguments": {"arguments": case["arguments"], "logits": 400}}
     codes, output = fork_server().run({**case, **call})
@@ -313,6 +313,7 @@ def test_strategies_train_the_same_with_a_loss_in_chunks(
     # In the forward and in the backward pass of each of the five steps.
     assert len(counts) == 2
     assert min(counts) >= 2 * 2 * 5
+    assert output.count(f"divided over the vocabulary: {int('tensor' in settings)}") == 2
     assert max(compared(run, expected)) <= 1e-5
 
 

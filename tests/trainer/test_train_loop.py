@@ -405,13 +405,16 @@ def test_a_setting_reaches_the_arguments_of_the_trainer(
     assert {name: getattr(made, name) for name in found} == found
 
 
-def test_torch_compile_is_around_the_strategy_and_does_not_hide_it(here):
+def test_compiled_blocks_train_the_same_and_are_reported(here):
     # This backend compiles nothing, so the test waits for no compiler.
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
     schedule = CheckpointSchedule(every_steps=1, keep=1)
     run = here.with_training(max_steps=2, arguments=compiled, checkpoints=schedule)
     run.train_here()
     losses = run.losses()
+    metrics = json.loads(run.paths.metrics.read_text(encoding="utf-8"))["train"]
+    assert metrics["compilations"] >= 1
+    assert metrics["recompilations"] < metrics["compilations"]
     plain = here.with_training(max_steps=2, checkpoints=schedule.model_copy(update={"resume": False}))
     plain.train_here()
     assert losses == pytest.approx(plain.losses(), rel=1e-5)
@@ -432,7 +435,7 @@ def test_a_setting_that_a_library_passes_over_in_silence_fails_the_stage(here, m
             "WrongOptimizer",
         )
     with monkeypatch.context() as patched:
-        patched.setattr("torch.compile", lambda model, **how: model)
+        patched.setattr("torch.nn.Module.compile", lambda module, **how: None)
         with pytest.raises(StageError) as caught:
             here.with_training(max_steps=1, arguments={"torch_compile": True}).train_here()
         assert caught.value.reason == "WrongCompilation"

@@ -10,7 +10,13 @@ from __future__ import annotations
 from finetune_contract.arguments import allows_tf32, compiles, needs_whole_logits
 from finetune_contract.choices import Precision
 from finetune_contract.facts import ModelFacts
-from finetune_contract.plans import CHUNKED_LOSS_FAMILIES, CHUNKED_LOSS_TASKS, loss_tokens
+from finetune_contract.plans import (
+    CHUNKED_LOSS_FAMILIES,
+    CHUNKED_LOSS_TASKS,
+    SLICED_NORM_FAMILIES,
+    chunks_loss,
+    loss_tokens,
+)
 from finetune_contract.trainer_job import Adapter, Batch, Strategy
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import human_seconds
@@ -148,6 +154,7 @@ def step_work(draft: Draft, strategy: Strategy, micro: int, accumulation: int) -
         four_bit=four_bit_weights(draft.model, draft.adapter),
         chunked_loss=_chunks_loss(draft, strategy, micro),
         compiled=compiles(draft.training.arguments),
+        split_norms=strategy.pipeline is None and draft.model.model_type in SLICED_NORM_FAMILIES,
         loader_workers=_loader_workers(draft),
         causal=texts and alone,
         secondary_shards=secondary_shards(draft.spec.parallelism),
@@ -172,7 +179,9 @@ def _chunks_loss(draft: Draft, strategy: Strategy, micro: int) -> bool:
     others = needs_whole_logits(draft.training.arguments)
     known = draft.spec.task in CHUNKED_LOSS_TASKS and draft.model.model_type in CHUNKED_LOSS_FAMILIES
     several = micro * draft.lengths.row > loss_tokens(draft.model.vocabulary_size)
-    return known and not others and strategy.model_ranks == 1 and several
+    plain = draft.spec.task == "text-generation" and draft.training.label_smoothing == 0
+    chunks = chunks_loss(tensor=strategy.tensor, staged=strategy.pipeline is not None, plain=plain)
+    return known and not others and chunks and several
 
 
 def step_time(draft: Draft, strategy: Strategy, batch: Batch) -> StepTime | None:

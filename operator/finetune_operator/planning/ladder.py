@@ -117,6 +117,7 @@ def workload(draft: Draft, strategy: Strategy, micro: int) -> memory.Workload:
         rows_apart=draft.packing and not draft.why_packs_have_masks(strategy),
         adapter=draft.adapter,
         secondary_shards=secondary_shards(draft.spec.parallelism),
+        smooths=draft.training.label_smoothing > 0,
         whole_logits=needs_whole_logits(draft.training.arguments),
         accumulates=strategy.pipeline is not None or draft.training.global_batch_size > draft.data_ranks * micro,
     )

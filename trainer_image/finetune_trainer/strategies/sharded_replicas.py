@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
 from finetune_contract.choices import StrategyName
 from finetune_contract.report import TimePart
-from finetune_contract.trainer_job import Strategy as StrategySettings
 from finetune_trainer.strategies.divided_tensors import is_divided, placement_of
-from finetune_trainer.strategies.fsdp import expect_groups, mixed_precision, transformer_blocks
+from finetune_trainer.strategies.fsdp import expect_groups, mixed_precision, shard_group
+from finetune_trainer.strategies.fsdp_groups import Group, groups_of, transformer_blocks
 from finetune_trainer.strategies.mesh import DATA, PIPELINE, TENSOR
 from finetune_trainer.strategies.model_parallel import ModelParallel
 from finetune_trainer.strategies.strategy_protocol import Placed, expect
@@ -41,11 +39,11 @@ class ShardedReplicas(ModelParallel):
         """Disable autocast: FSDP casts parameters as it gathers them."""
         return {"bf16": False}
 
-    @property
-    def _groups(self) -> StrategySettings:
-        """Settings of the groups of shards: a stage of a pipeline keeps its weights gathered."""
-        kept = {} if self.pipeline is None else {"fsdp_sharding": "grad-op"}
-        return self._settings.model_copy(update=kept)
+    def _groups_in(self, model: PreTrainedModel) -> list[Group]:
+        """Return the groups of shards beside the root's. A stage of a pipeline keeps its weights gathered."""
+        if self.pipeline is None:
+            return groups_of(model, releases=self._settings.fsdp_sharding != "grad-op")
+        return [Group(block, releases=False) for block in transformer_blocks(model)]
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
         """Split and cut the model, which must compute as the whole one, then shard blocks and the rest."""
@@ -54,9 +52,8 @@ class ShardedReplicas(ModelParallel):
         model = super().prepare_model(model)
         assert self._mesh is not None
         mesh, (inner, outer) = self._mesh[DATA], mixed_precision(self._precision)
-        again = self._groups.fsdp_sharding != "grad-op"
-        for block in transformer_blocks(model):
-            fully_shard(block, mesh=mesh, mp_policy=inner, reshard_after_forward=again)
+        for group in self._groups_in(model):
+            shard_group(group, mesh=mesh, mp_policy=inner)
         if self.pipeline is None:
             fully_shard(model, mesh=mesh, mp_policy=outer, reshard_after_forward=False)
             return model
@@ -68,8 +65,8 @@ class ShardedReplicas(ModelParallel):
         assert self.pipeline is not None
         self.pipeline.compute_in(self._precision, autocast=False)
 
-    def _average_over_replicas(self, held: Mapping[str, torch.Tensor]) -> None:
-        """Do nothing: FSDP has averaged gradients as it reduced them."""
+    def _overlap(self, model: PreTrainedModel) -> None:
+        """Do nothing: FSDP averages gradients as it reduces them."""
 
     def assert_in_effect(self, placed: Placed) -> None:
         """Expect what model parallelism has, every parameter in shards over the data ranks, and groups as requested."""
@@ -86,7 +83,7 @@ class ShardedReplicas(ModelParallel):
             expect(ranks == self.shape.data, self._label, "WrongMesh", found)
         super().assert_in_effect(placed)
         roots = [placed.model] if self.pipeline is None else list(self.pipeline.stages)
-        blocks = transformer_blocks(placed.model)
         for root in roots:
             inside = {id(module) for module in root.modules()}
-            expect_groups(root, [block for block in blocks if id(block) in inside], self._groups)
+            groups = [group for group in self._groups_in(placed.model) if id(group.module) in inside]
+            expect_groups(root, groups, self._settings)

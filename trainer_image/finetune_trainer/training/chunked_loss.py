@@ -2,36 +2,45 @@
 pass and again in the backward pass.
 
 The head computes the loss where it would compute logits. So it runs inside the module that owns its weights, and
-strategies that gather weights by a module's hooks (ZeRO-3, FSDP) have them there in both passes.
+strategies that gather weights by a module's hooks (ZeRO-3, FSDP) have them there in both passes. Where tensor ranks
+divide the head over the vocabulary, each has the logits of its part only, and the cross-entropy is computed from all
+parts (torch's `loss_parallel`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from finetune_contract.arguments import needs_whole_logits
-from finetune_contract.plans import CHUNKED_LOSS_FAMILIES, loss_tokens
+from finetune_contract.plans import CHUNKED_LOSS_FAMILIES, chunks_loss, loss_tokens
 from finetune_contract.trainer_job import Training
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.training.objective import following, smoothed
 
 
 def chunk_loss(model: PreTrainedModel, training: Training, *, of_rows: bool = False) -> ChunkedLoss | None:
-    """Have `model` compute its loss in chunks, if it can: a decoder of a known family that is whole on each process.
-    `of_rows`: return the loss of each row, for objectives that compare rows. None: it computes all logits at once.
+    """Have `model` compute its loss in chunks, if it can: a decoder of a known family whose layers are not divided into
+    stages, nor split for smoothed labels or the loss of rows. `of_rows`: return the loss of each row, for objectives
+    that compare rows. None: it computes all logits at once.
     """
-    others = needs_whole_logits(training.arguments)
-    whole = training.strategy.model_ranks == 1
-    if not whole or others or not _is_known_decoder(model):
+    others, smoothing = needs_whole_logits(training.arguments), training.label_smoothing
+    strategy = training.strategy
+    staged, plain = strategy.pipeline is not None, not smoothing and not of_rows
+    chunks = chunks_loss(tensor=strategy.tensor, staged=staged, plain=plain)
+    if not chunks or others or not _is_known_decoder(model):
         return None
-    return ChunkedLoss(model, training.label_smoothing, of_rows=of_rows)
+    return ChunkedLoss(model, smoothing, of_rows=of_rows)
 
 
 def _is_known_decoder(model: PreTrainedModel) -> bool:
@@ -80,7 +89,10 @@ class ChunkedLoss:
         parts = list(zip(torch.split(hidden.flatten(0, 1), tokens), torch.split(labels.flatten(), tokens), strict=True))
         self.chunks = len(parts)
         losses = [checkpoint(self._judge, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
-        self._loss = self._reduced(losses, labels)
+        loss = self._reduced(losses, labels)
+        # Around a head that is divided over the vocabulary, transformers expects a DTensor, and returns its local part.
+        divided = isinstance(hidden, DTensor)
+        self._loss = DTensor.from_local(loss, hidden.device_mesh, hidden.placements) if divided else loss
         return self._loss
 
     @property
@@ -93,7 +105,10 @@ class ChunkedLoss:
 
     def _of_logits(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the sum over tokens, shape (); for losses of rows that of each token, 0 where nothing is learnt."""
-        return smoothed(logits, labels, self._smoothing, "none" if self._of_rows else "sum")
+        if isinstance(logits, DTensor):
+            _divide_cross_entropy()
+        found = smoothed(logits, labels, self._smoothing, "none" if self._of_rows else "sum")
+        return found.to_local() if isinstance(found, DTensor) else found
 
     def _reduced(self, losses: list[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
         if self._of_rows:
@@ -106,3 +121,13 @@ class ChunkedLoss:
         if self._labels is not None and (self._smoothing or self._of_rows):
             return self._reduced([self._of_logits(logits, self._labels)], self._labels)
         return cast(torch.Tensor, self._given_loss(logits, labels, *args, **kwargs))
+
+
+@cache
+def _divide_cross_entropy() -> AbstractContextManager[None]:
+    """Have torch compute cross-entropies of logits that are divided over the vocabulary without gathering them, for the
+    rest of this process: the context must be entered in the backward pass, too, which a checkpoint resumes anywhere.
+    """
+    context = loss_parallel()
+    context.__enter__()
+    return context

@@ -216,7 +216,7 @@ def train(
     observer.on_pause(loop.state.global_step, spent)
     lines = history.read()
     measurements = _Measurements(_measured(lines, saver.first_step, strategy, peaks), planned)
-    done = {"seconds": seconds, "steps": loop.state.global_step}
+    done = {"seconds": seconds, "steps": loop.state.global_step, **loop.engine.compiled.figures()}
     surroundings = _surroundings(devices, communication)
     return _outcome(run, RunFigures(lines), done, peaks, measurements, stopper, clock, surroundings)
 
