@@ -301,7 +301,7 @@ def test_preference_tuning_computes_its_loss_in_chunks_of_logits():
             {**spec, "training": {**training, "arguments": arguments}},
             model=shape, data=rows(3200, longest=200, mean=100), **hardware,
         )
-        for arguments in ({}, {"torch_compile": True})
+        for arguments in ({}, {"use_liger_kernel": True})
     )  # fmt: skip
 
     def logits(result: JobPlan) -> str:
