@@ -5,7 +5,7 @@ We shard the model ourselves: for FSDP on CPU, accelerate would silently wrap th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
