@@ -785,8 +785,8 @@ def test_model_that_fits_nowhere_is_refused_with_arithmetic_and_hints():
             "node, and there are 1.1 TiB",
             "set parallelism.strategy to deepspeed and parallelism.offload.optimizer to nvme and "
             "parallelism.offload.parameters to nvme (22.9 GiB of 40.0 GiB a GPU, and 2.9 TiB of disk a node); or set "
-            "model.adapter.method to lora, which trains a small part of the weights (fsdp+"
-            "activation-checkpointing+optimizer-offload+parameter-offload, 24.7 GiB of 40.0 GiB a GPU); or "
+            "model.adapter.method to lora, which trains a small part of the weights (deepspeed-zero3+"
+            "activation-checkpointing+optimizer-offload+parameter-offload, 23.7 GiB of 40.0 GiB a GPU); or "
             "use 4 nodes (32 GPUs in all), or nodes with at least 2.6 TiB of memory, or a smaller "
             "preparation.maxLength or model",
         )
@@ -1189,7 +1189,8 @@ def test_time_and_cost_follow_from_operations_and_prices():
     assert result.estimate.currency == "USD"
     found = re.fullmatch(
         rf"{re.escape(f'{flops:.3g}')} operations for 8,192,000 tokens on 16 processes at [0-9]+% of H100's 989 "
-        r"TFLOP/s in bf16; a step takes ([0-9.]+) ms: computation [0-9]+%, communication [0-9]+%, optimizer [0-9]+%; "
+        r"TFLOP/s in bf16; a step takes ([0-9.]+) ms: computation [0-9]+%, communication [0-9]+%, optimizer [0-9]+%, "
+        r"wait for data less than 1%; "
         r"with 1 checkpoint of [0-9]+ s; loading and the final evaluation are not counted; "
         r"2 nodes at 98.32 USD an hour",
         result.estimate.basis,
@@ -1224,6 +1225,7 @@ def test_the_summary_prints_the_arithmetic():
         Row("batch", "32 = 16 micro x 1 accumulation x 2 ranks"),
         Row("steps", "798", "266 an epoch"),
         Row("precision", "fp32"),
+        Row("recipe", "loss full, not compiled, head whole"),
         Row("optimizer", "adamw", "learning rate 2e-05, linear"),
         Row("checkpoints", "every 266 steps", "3 kept"),
     )
