@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
-from gpu_check.gpu_nodes import ALONE, Nodes
+from gpu_check.gpu_meeting import ALONE, Nodes
 from gpu_check.gpu_report import SkippedError
 
 ROUNDS = 10
