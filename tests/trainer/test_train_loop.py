@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,11 +16,18 @@ from finetune_contract.facts import DeviceFacts
 from finetune_contract.layout import FailureClass
 from finetune_contract.measured_devices import MeasuredDevices
 from finetune_contract.trainer_job import MOST_SAVING, CheckpointSchedule, EarlyStopping, Strategy
+from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.failures import StageError
 from finetune_trainer.reporting import merge_metrics
 from finetune_trainer.strategies.shard_files import StagedState
+from finetune_trainer.tasks.task_registry import task_module
 from finetune_trainer.training.background_work import BackgroundWork
+from finetune_trainer.training.dealing import Deal
+from finetune_trainer.training.engine import Engine, StepFigures
+from finetune_trainer.training.interruption import Interruption
+from finetune_trainer.training.reference_answers import ReferenceAnswers
 from finetune_trainer.training.saving import RunSaver
+from finetune_trainer.training.validation_rounds import Validation
 from suite_plugins.patience import patient
 from trainer_support.tasks import read_lines, train_here
 
@@ -274,14 +282,83 @@ def test_early_stopping_by_an_unmeasured_metric_is_refused_at_start(here):
     assert "'bleu'; text-classification with these labels has accuracy, f1, precision, recall, loss." in error.message
 
 
+# ----------------------------------------------------------------------------------------------------- order of reports
+
+
+def history(run) -> list[dict[str, Any]]:
+    return read_lines(run.paths.history)
+
+
+def recorded(events: list[str], name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        events.append(name)
+        return method(*arguments, **named)
+
+    return call
+
+
+def test_figures_of_a_step_are_read_when_the_next_one_is_queued(here, monkeypatch):
+    run = here.with_training(max_steps=7, checkpoints=CheckpointSchedule(every_steps=3, keep=9))
+    run.train_here()
+    expected = history(run)
+    shutil.rmtree(run.paths.checkpoints)
+
+    events: list[str] = []
+    monkeypatch.setattr(Engine, "runs_ahead", True)
+    monkeypatch.setattr(Engine, "step", recorded(events, "step", Engine.step))
+    monkeypatch.setattr(StepFigures, "read", recorded(events, "read", StepFigures.read))
+    monkeypatch.setattr(RunSaver, "save", recorded(events, "save", RunSaver.save))
+    monkeypatch.setattr(Validation, "metrics", recorded(events, "validate", Validation.metrics))
+    run.train_here()
+    third = ["step", "step", "read", "step", "read", "read", "save"]
+    assert events == [*third, *third, "step", "read", "validate"]
+    timed = {"seconds", "samples_per_second", "tokens_per_second"}
+    reports = [
+        [{key: line[key] for key in line.keys() - timed} for line in lines] for lines in (history(run), expected)
+    ]
+    assert reports[0] == reports[1]
+
+
+def test_halved_validation_has_the_metrics_of_whole_batches(here):
+    import torch
+
+    prepared, task = PreparedData.open(here.paths), task_module(here.job.task)
+    model = task.build_model(here.job, prepared.facts)
+    validation = Validation(Deal(prepared, task, 500, 0, 1, halves=True), ReferenceAnswers())
+    cpu, batches = torch.device("cpu"), []
+    expected = validation.metrics(model, cpu, batches.append)
+    whole = len(batches)
+
+    def fail(_module: Any, _given: Any, named: dict[str, Any]) -> None:
+        if named["input_ids"].numel() > 200:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    model.register_forward_pre_hook(fail, with_kwargs=True)
+    assert validation.metrics(model, cpu, batches.append) == pytest.approx(expected, rel=1e-5)
+    assert len(batches) > 2 * whole
+
+
+def test_preemption_reports_the_last_step(here, monkeypatch):
+    steps = iter([False, False, True])
+
+    class InThirdStep(Interruption):
+        requested = property(lambda _: next(steps), lambda *_: None)  # type: ignore[assignment]
+
+    monkeypatch.setattr(Engine, "runs_ahead", True)
+    monkeypatch.setattr("finetune_trainer.training.interruption.Interruption", InThirdStep)
+    run = here.with_training(max_steps=7, checkpoints=CheckpointSchedule(every_steps=99, keep=1, on_preemption=False))
+    with pytest.raises(StageError) as caught:
+        run.train_here()
+    assert caught.value.failure_class == FailureClass.PREEMPTED
+    assert [line["step"] for line in history(run)] == [1, 2, 3]
+
+
 # -------------------------------------------------------------------------------------------- obeyed: loss, arguments
 
 
 def test_label_smoothing_is_in_the_loss_of_the_whole_global_batch(here, bench):
     import torch
 
-    from finetune_trainer.data.prepared import PreparedData
-    from finetune_trainer.tasks.task_registry import task_module
     from finetune_trainer.training.order import EpochOrder
 
     run = here.spread("single", 1, micro=4).with_training(max_steps=1, label_smoothing=0.3)

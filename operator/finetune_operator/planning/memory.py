@@ -25,10 +25,12 @@ from finetune_contract.facts import ModelFacts
 from finetune_contract.plans import (
     AVERAGED_ELEMENTS,
     CHUNKED_LOSS_FAMILIES,
+    CHUNKED_LOSS_TASKS,
     JUDGED_LOGITS,
     REQUESTED_LOGITS,
     SAVED_PIECE_BYTES,
     SLICED_NORM_FAMILIES,
+    chunks_loss,
     loss_tokens,
 )
 from finetune_contract.trainer_job import Adapter, Strategy, World
@@ -143,10 +145,19 @@ class Workload:
     """True if a step has several micro-batches, so that gradients are there during forward passes."""
     whole_logits: bool = False
     """True if training arguments keep a decoder from computing its loss some tokens at a time."""
+    smooths: bool = False
+    """True if labels are smoothed."""
+    narrow_loss: bool = False
+    """True if a decoder computes its loss in the type of its logits; False in this project's trainer."""
     casts: bool = True
     """False if weights are in the type that they compute in, as an inference process's are."""
     end: PipelineEnd | None = None
     """Stage of the process in a pipeline; None: no pipeline, or the larger one of both ends."""
+
+    @cached_property
+    def plain_loss(self) -> bool:
+        """Return whether the loss is the mean over unsmoothed labels."""
+        return self.task == "text-generation" and not self.smooths
 
     @cached_property
     def autocast(self) -> bool:
@@ -211,6 +222,11 @@ class Workload:
         if self.strategy.model_ranks == 1 or self.strategy.name != "ddp":
             return self.trained
         return stepped_parameters(self.model, self.strategy, self.layers, self.held, self.replicas)
+
+    @property
+    def shards_stages(self) -> bool:
+        """Return True for fsdp over the stages of a pipeline: weights and gradients are whole during a pass."""
+        return self.strategy.name == "fsdp" and self.strategy.pipeline is not None
 
     @cached_property
     def four_bit(self) -> int:
@@ -711,12 +727,20 @@ def _passing_bytes_per_token(work: Workload) -> int:
 
 def _chunk(work: Workload) -> int:
     """Return the tokens for which logits are computed at a time (`finetune_trainer.training.chunked_loss`); 0: all."""
-    whole = work.strategy.pipeline is None and not work.whole_logits
-    if not whole or work.task != "text-generation" or work.model.model_type not in CHUNKED_LOSS_FAMILIES:
+    if work.whole_logits or not chunks_loss(
+        tensor=work.strategy.tensor, staged=work.strategy.pipeline is not None, plain=work.plain_loss
+    ):
+        return 0
+    if work.task not in CHUNKED_LOSS_TASKS or work.model.model_type not in CHUNKED_LOSS_FAMILIES:
         return 0
     tokens = work.micro_batch * work.sequences * slice_tokens(work.length, work.strategy.sequence)
     chunk = loss_tokens(work.model.vocabulary_size)
     return chunk if chunk < tokens else 0
+
+
+def loss_chunk_tokens(work: Workload) -> int:
+    """Return the tokens for which the trainer computes logits and loss at a time; 0: for all at once."""
+    return _chunk(work)
 
 
 def _logit_bytes(work: Workload, moment: Moment) -> int:
@@ -732,6 +756,7 @@ def _logit_bytes(work: Workload, moment: Moment) -> int:
     sharded = work.strategy.name == "fsdp"
     family = work.model.model_type
     wide = decoder or work.autocast or family in FP32_LOSSES or (sharded and family in BIASED_LOGITS)
+    wide = wide and not work.narrow_loss
     loss = 4 if wide else width
     match moment:
         case "forward":
@@ -805,11 +830,21 @@ def _apart(work: Workload) -> bool:
     return work.strategy.name == "fsdp" and decoder and not work.model.tied_embeddings
 
 
+def reshards_head(work: Workload) -> bool:
+    """Return whether FSDP releases the weights of a head between its forward and its backward pass."""
+    return _apart(work) and work.strategy.fsdp_sharding != "grad-op" and not work.shards_stages
+
+
 def _gathered(work: Workload, moment: Moment) -> MemoryTerm | None:
     """Return the weights that a process has whole: with fully_shard the root from forward to backward, or the head
-    until its gradient is reduced, the block that computes and the prefetched one; with ZeRO-3 the largest layers.
+    until its gradient is reduced, the block that computes and the prefetched one, or all of its stages during a pass;
+    with ZeRO-3 the largest layers.
     """
     model, width = work.model, work.compute_bytes
+    if work.shards_stages:
+        if moment in ("load", "step"):
+            return None
+        return MemoryTerm(name="gathered blocks", bytes=width * work.held, formula=f"{width} x {work.held:,} of a pass")
     if work.strategy.name == "fsdp" and moment not in ("load", "ends", "step"):
         tensor = work.strategy.tensor
         root = _root(model) // tensor
@@ -850,6 +885,11 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
     if work.adapter is not None:
         return None
     model, width = work.model, work.compute_bytes
+    if work.shards_stages:
+        if moment in ("load", "step"):
+            return None
+        # Sums over the micro-batches of a pass, in the type in which they are reduced.
+        return MemoryTerm(name="whole gradients", bytes=4 * work.held, formula=f"4 x {work.held:,} of a pass")
     if work.world.device == "cpu":
         # Those of one weight are small beside the shares that were measured; FSDP holds those of a block.
         if work.strategy.name != "fsdp":

@@ -5,7 +5,7 @@ We shard the model ourselves: for FSDP on CPU, accelerate would silently wrap th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -111,7 +111,8 @@ class FullySharded(FullState):
             expect(isinstance(parameter, DTensor), self.name, "ParameterNotSharded", whole)
             assert isinstance(parameter, DTensor)
             self._assert_spread(name, parameter)
-        expect_groups(placed.model, self._settings)
+        groups = groups_of(placed.model, releases=self._settings.fsdp_sharding != "grad-op")
+        expect_groups(placed.model, groups, self._settings)
 
     def _assert_spread(self, name: str, parameter: DTensor) -> None:
         """Expect shards over all processes; hybrid: over those of a node, with a copy on each node."""
@@ -153,13 +154,12 @@ def shard_group(group: Group, **settings: Any) -> None:
     sharded.set_unshard_in_backward(group.gathers_for_backward)
 
 
-def expect_groups(model: PreTrainedModel, settings: StrategySettings) -> None:
-    """Expect the groups of `groups_of`, which release their weights as requested, and shards in the requested place;
-    torch has these in private fields only.
+def expect_groups(model: torch.nn.Module, groups: Sequence[Group], settings: StrategySettings) -> None:
+    """Expect `groups`, which release their weights as requested, and shards in the requested place; torch has these in
+    private fields only.
     """
     from torch.distributed.fsdp import FSDPModule
 
-    groups = groups_of(model, releases=settings.fsdp_sharding != "grad-op")
     loose = [group for group in groups if not isinstance(group.module, FSDPModule)]
     found = f"{len(loose)} of {len(groups)} modules (transformer blocks, embedding, head) have no groups of their own"
     expect(bool(groups) and not loose, settings.label, "BlocksNotSharded", found)

@@ -150,9 +150,13 @@ class ModelParallel(FullState):
         model.to(self._device)  # type: ignore[arg-type]
         self._expect_same_answers(model, expected)
         if self.pipeline is not None:
-            self.pipeline.compute_in(self._precision)
+            self._compute_in_precision()
         self._overlap(model)
         return model
+
+    def _compute_in_precision(self) -> None:
+        assert self.pipeline is not None
+        self.pipeline.compute_in(self._precision)
 
     def _make_tied_groups(self) -> dict[str, Any]:
         """Create the groups of processes that share a weight, over all pipelines; every process creates all of them."""

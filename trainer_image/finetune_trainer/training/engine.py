@@ -59,6 +59,30 @@ class OptimizerStep:
     """Norm before clipping, a number or a tensor on the device; None where DeepSpeed computes none."""
 
 
+class StepFigures:
+    """Loss and gradient norm of a step, copied to page-locked memory beside the next work of the device."""
+
+    def __init__(self, figures: torch.Tensor, grad_norm: float | None) -> None:
+        """Begin the copy of `figures`: the loss, and the norm where it is on the device. `grad_norm`: one known to the
+        host.
+        """
+        self._grad_norm = grad_norm
+        # torch allocates page-locked memory for a copy from a GPU for which the host does not wait.
+        self._figures = figures.to("cpu", non_blocking=True)
+        self._copied: Any = None
+        if figures.device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def read(self) -> tuple[float, float | None]:
+        """Return loss and gradient norm. The host waits for the copy, not for work that was queued after it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        loss, *norm = self._figures.tolist()
+        known = None if self._grad_norm is None else float(self._grad_norm)
+        return loss, norm[0] if norm else known
+
+
 class Engine:
     """A model that accelerate prepares, or that its strategy has already sharded."""
 
@@ -212,16 +236,19 @@ class Engine:
         self.wrapped.zero_grad()
         return done
 
-    def figures(self, loss: torch.Tensor, done: OptimizerStep) -> tuple[float, float | None]:
-        """Return the mean over all ranks of their `loss`, and the norm of the gradients. Every rank must call it. Both
-        are read in one copy, for which the host waits.
+    @property
+    def runs_ahead(self) -> bool:
+        """Return True if the device works beside the host, which queues the next step before it reads `figures`."""
+        return self.args.device.type == "cuda"
+
+    def figures(self, loss: torch.Tensor, done: OptimizerStep) -> StepFigures:
+        """Return the mean over all ranks of their `loss`, and the norm of the gradients, on their way to the host.
+        Every rank must call it.
         """
-        mean = self.accelerator.gather(loss).mean().double()
-        if not isinstance(done.grad_norm, torch.Tensor):
-            return float(mean), None if done.grad_norm is None else float(done.grad_norm)
-        norm = done.grad_norm.to(mean.device, torch.float64).reshape(())
-        value, of_gradients = torch.stack([mean, norm]).cpu().tolist()
-        return value, of_gradients
+        found = [self.accelerator.gather(loss).mean().double()]
+        if isinstance(done.grad_norm, torch.Tensor):
+            found.append(done.grad_norm.to(found[0].device, torch.float64).reshape(()))
+        return StepFigures(torch.stack(found), None if len(found) > 1 else done.grad_norm)
 
 
 class DeepSpeedEngine(Engine):

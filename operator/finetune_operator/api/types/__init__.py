@@ -104,6 +104,7 @@ from finetune_operator.api.types.spec_results import (
     EvaluationSpec,
     GateSpec,
     GenerationSpec,
+    IdleSpec,
     PredictSpec,
     PreferenceSpec,
     ServedAdapterSpec,
