@@ -7,15 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from finetune_contract.choices import Precision, Task
-from finetune_contract.trainer_job import (
-    Adapter,
-    Batch,
-    CheckpointSchedule,
-    Pipeline,
-    Strategy,
-    Training,
-    World,
-)
+from finetune_contract.trainer_job import Adapter, Batch, CheckpointSchedule, Pipeline, Strategy, Training, World
 
 WIDTH: dict[str, Any] = {
     "model_type": "llama",

@@ -12,8 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from finetune_contract.choices import Stage
+from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
-from finetune_contract.trainer_job import Batch, CheckpointSchedule, Columns, Strategy, World
+from finetune_contract.trainer_job import Batch, CheckpointSchedule, Strategy, World
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.rules import RULES

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from finetune_contract.choices import RUNG_TASKS, Optimization, Stage
-from finetune_contract.trainer_job import ServedAdapter, Serving
+from finetune_contract.inference_settings import ServedAdapter, Serving
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.types import EndpointSpec
 from finetune_operator.launchers.kserve_kind import KSERVE_KIND
