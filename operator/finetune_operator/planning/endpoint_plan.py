@@ -20,7 +20,7 @@ from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.endpoint_runtime import choose_runtime
 from finetune_operator.planning.gpu_nodes import gpu_resource
 from finetune_operator.planning.host_memory import inference_bytes, memory_request
-from finetune_operator.planning.inference import inference_tokens
+from finetune_operator.planning.inference_memory import inference_tokens
 from finetune_operator.planning.plan_types import Servers, VllmServer
 from finetune_operator.planning.vllm_plan import by_vllm, choose_vllm, host_memory_bytes
 
@@ -46,7 +46,7 @@ def choose_servers(draft: Draft) -> Draft:
     draft = _checked_route(draft)
     draft, vllm = choose_vllm(draft, endpoint)
     draft, runtime, why = choose_runtime(draft, endpoint)
-    requests, limits, threads = _takes(draft, endpoint, vllm)
+    requests, limits, threads = process_bytes(draft, endpoint, vllm)
     cost = _cost_per_hour(draft, endpoint.replicas, 1 if vllm is None else vllm.gpus)
     most = max(endpoint.replicas, endpoint.max_replicas or 0)
     target = endpoint.target_requests_in_flight if draft.inputs.facts.custom_metrics else None
@@ -147,7 +147,9 @@ def _checked_route(draft: Draft) -> Draft:
     )
 
 
-def _takes(draft: Draft, endpoint: EndpointSpec, vllm: VllmServer | None) -> tuple[dict[str, str], dict[str, str], int]:
+def process_bytes(
+    draft: Draft, endpoint: EndpointSpec, vllm: VllmServer | None
+) -> tuple[dict[str, str], dict[str, str], int]:
     """Return requests, limits and threads of one server."""
     asked = endpoint.resources
     given = {"cpu": asked.cpu, "memory": asked.memory}

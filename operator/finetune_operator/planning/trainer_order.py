@@ -9,9 +9,7 @@ from finetune_contract.trainer_job import EarlyStopping, Preference, TrainerJob,
 from finetune_operator.api.types import DatasetSpec, FineTuneJobSpec
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.endpoint_plan import judged_optimization, serving_order
-from finetune_operator.planning.inference import (
-    inference_tokens,
-)
+from finetune_operator.planning.inference_memory import inference_tokens
 from finetune_operator.planning.script import script_order
 
 _TASK_COLUMNS: dict[Task, tuple[str, ...]] = {
