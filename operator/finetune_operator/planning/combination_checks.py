@@ -5,7 +5,7 @@ The plan decides the spec's open choices; contradictions that follow are refused
 
 from __future__ import annotations
 
-from finetune_contract.combinations import Choices
+from finetune_contract.constraints import Choices
 from finetune_operator.api.field_values import value_at
 from finetune_operator.api.rules import RULES
 from finetune_operator.api.rules.combination_rules import choices_of

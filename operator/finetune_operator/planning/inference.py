@@ -12,13 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from finetune_contract.byte_text import human_bytes
-from finetune_contract.choices import (
-    GPU_RUNGS,
-    RUNG_TASKS,
-    VLLM_TASKS,
-    PredictRung,
-    Stage,
-)
+from finetune_contract.choices import GPU_RUNGS, RUNG_TASKS, VLLM_TASKS, PredictRung, Stage
 from finetune_operator.api.problems import any_of
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.types import PredictSpec
@@ -68,9 +62,10 @@ def choose_inference(draft: Draft) -> Draft:
         )
     devices = several if spread is None else spread
     if devices > 1 and (spread is not None or not known):
+        each = human_bytes(inference_need(draft, devices).least)
         draft = draft.with_inference(devices=devices).because(
             f"the model of an evaluation or prediction is on {devices} GPUs: on one it takes {human_bytes(need.least)} "
-            f"of {human_bytes(need.there)}, on {devices} at most {human_bytes(inference_need(draft, devices).least)} of each"
+            f"of {human_bytes(need.there)}, on {devices} at most {each} of each"
         )
     if spread is not None or not known or Stage.EVALUATE not in draft.stages or draft.spec.evaluation is not None:
         return draft

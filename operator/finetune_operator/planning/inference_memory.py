@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from finetune_contract.byte_text import human_bytes
-from finetune_contract.choices import (
-    LANGUAGE_TASKS,
-    WRITING_TASKS,
-    InferencePrecision,
-)
+from finetune_contract.choices import LANGUAGE_TASKS, WRITING_TASKS, InferencePrecision
 from finetune_contract.plans import REQUESTED_LOGITS
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.memory import inference_bytes

@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 
 from finetune_contract.byte_text import human_bytes
-from finetune_contract.choices import (
-    WRITING_TASKS,
-    Stage,
-)
+from finetune_contract.choices import WRITING_TASKS, Stage
 from finetune_contract.plans import tensor_families
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.types import PredictSpec
