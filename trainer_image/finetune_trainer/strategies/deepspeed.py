@@ -25,6 +25,7 @@ from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.distributed import barrier
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import FileEntry
+from finetune_trainer.strategies.deepspeed_import import import_deepspeed
 from finetune_trainer.strategies.strategy_protocol import (
     Placed,
     WeightsPlace,
@@ -91,7 +92,7 @@ class DeepSpeed:
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
         """Partition the model for stage 3; for the other stages the engine partitions later."""
-        _leave_out_shared_memory_op()
+        import_deepspeed()
         if self._settings.uses_nvme:
             feature = "parallelism.offload with nvme"
             _refuse_missing("AsyncIOBuilder", feature, "Use an image that has it (with libaio), or offload to cpu.")
@@ -312,15 +313,6 @@ def _gathered(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             barrier()  # see `write_gathered`
         with torch.no_grad(), deepspeed.zero.GatheredParameters([each], enabled=sharded):
             yield each.detach()
-
-
-def _leave_out_shared_memory_op() -> None:
-    """Skip a shared-memory collective that DeepSpeed compiles on CPU at its first start: half a minute and a compiler,
-    for inference only. Training collectives use gloo with or without it.
-    """
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _place(parameter: torch.nn.Parameter, device: str, dtype: torch.dtype) -> None:
