@@ -141,8 +141,8 @@ benchmark: install ## Measure training, prediction and the operator (see tests/b
 	$(BIN)/python tests/benchmarks/published_padding.py
 	$(BIN)/python tests/benchmarks/operator_load.py
 
-gpu-check: install ## Try on this machine's GPUs what tests cannot (15 minutes), and write runs/gpu-check/gpu-check.md
-	PYTHONPATH=tests $(BIN)/python -m gpu_check $(ARGS)
+gpu-check: install ## Try on this machine's GPUs what tests cannot (15 minutes; NODES=2 NODE=0 FIRST=host:port for several)
+	PYTHONPATH=tests $(BIN)/python -m gpu_check $(if $(NODES),--nodes $(NODES) --node $(NODE) --first $(FIRST)) $(ARGS)
 
 clean: ## Remove the virtual environment, caches and results of runs
 	rm -rf $(VENV) $(TOOLS) runs $(REPORTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -36,6 +36,7 @@ from finetune_operator.reconcile.reconcile_types import (
     EndpointView,
     EventNote,
     Findings,
+    IdleScalingView,
     JobView,
     ObjectRef,
     Observed,
@@ -126,6 +127,10 @@ class World:
     """True if HTTPRoutes are served."""
     route: RouteView | None = None
     """State of the endpoint's HTTPRoute."""
+    http_scaled_objects: bool = False
+    """True if HTTPScaledObjects are served."""
+    idle_scaling: IdleScalingView | None = None
+    """State of the endpoint's HTTPScaledObject."""
     taken_by: str | None = None
     """Job that has taken the endpoint over."""
     former_endpoint: str | None = None
@@ -156,6 +161,8 @@ class World:
     uid: str = UID
     events: list[EventNote] = field(default_factory=list)
     created: list[str] = field(default_factory=list)
+    applied: list[Any] = field(default_factory=list)
+    """Objects as they were applied, oldest first."""
     removed: list[tuple[str, str]] = field(default_factory=list)
     """Kind and name of removed objects beside children and servers."""
     writes: int = 0
@@ -201,6 +208,7 @@ class World:
             seen, last_logs=tuple(self.last_logs.items()), endpoints=endpoints, kserve=self.kserve,
             custom_metrics=self.custom_metrics, autoscaler=self.autoscaler, canary_reading=self.canary_reading,
             http_routes=self.http_routes, route=self.route,
+            http_scaled_objects=self.http_scaled_objects, idle_scaling=self.idle_scaling,
             taken_by=self.taken_by, former_endpoint=self.former_endpoint,
         )  # fmt: skip
         for name in pods_being_deleted(self.job(), seen):
@@ -316,11 +324,15 @@ class World:
         if kind in self.refuse:
             return Refusal(ObjectRef(manifest["apiVersion"], kind, name), *self.refuse[kind])
         raw = json.loads(json.dumps(manifest))
+        self.applied.append(manifest)
         if kind not in ("Deployment", "InferenceService"):
             self.others[kind, name] = raw
             return None
         new = {"metadata": {"creationTimestamp": stamp(self.now), "generation": 0}, "status": {}, "spec": None}
         before = self.servers.get(name, new)
+        if kind == "Deployment" and before["spec"] is not None:
+            # The number stays that of the one who has set it.
+            raw["spec"].setdefault("replicas", before["spec"]["replicas"])
         generation = before["metadata"]["generation"] + (before["spec"] != raw["spec"])
         made = {"uid": f"uid-{name}", "creationTimestamp": before["metadata"]["creationTimestamp"]}
         raw["metadata"] |= {**made, "generation": generation}

@@ -43,7 +43,6 @@ WORDS_OF_TEXT = {
     "trainer/test_preference_tuning.py",
     "trainer/test_question_answering.py",
     "trainer/test_rung_in_use.py",
-    "trainer/test_serving_answers.py",
     "trainer/test_serving_connections.py",
     "trainer/test_serving_limits.py",
     "trainer/test_spark_answers.py",

@@ -13,10 +13,12 @@ from threading import Thread
 from typing import Any
 
 from cluster_support.api_access import Object, wait_until
+from cluster_support.http_scaled_object import install_http_scaled_objects
 from cluster_support.httproute import install_httproutes, weights
 from cluster_support.plays import RUNS
 from cluster_support.world import World, condition, conditions, install_kserve, states
 from finetune_contract.layout import METRICS_PATH, SERVE_PORT
+from finetune_operator.launchers.idle_kind import IDLE_API, IDLE_PLURAL
 from finetune_operator.launchers.route_kind import ROUTE_API, ROUTE_PLURAL
 from finetune_trainer.serving.serving_metrics import ServingMetrics
 
@@ -280,6 +282,44 @@ def test_weights_of_an_httproute_move_to_a_canary_and_back(world: World) -> None
         wait_until(
             lambda: world.api.get(world.path(ROUTE_API, ROUTE_PLURAL, "led-endpoint")) is None, "the route is gone"
         )
+
+
+def scale(world: World, job: str, count: int) -> None:
+    """Set the number of servers as KEDA does."""
+    world.api.patch(world.path(APPS, "deployments", f"{job}-endpoint-1"), {"spec": {"replicas": count}})
+
+
+def test_endpoint_scaled_to_zero_by_keda_is_idle_until_a_request(world: World) -> None:
+    install_http_scaled_objects(world.cluster)
+    world.kubelet.playbook.set("sleepy", "serve", RUNS)
+    idle = {"scaleToZeroAfterSeconds": 600}
+    world.apply("sleepy", {**ALONE, "endpoint": {**DEPLOYED, "idle": idle, "maxReplicas": 3}})
+    answers(world, "sleepy")
+    path = world.path(IDLE_API, IDLE_PLURAL, "sleepy-endpoint")
+    found = world.api.get(path)
+    assert found is not None
+    assert found["metadata"]["ownerReferences"][0]["name"] == "sleepy"
+    assert found["spec"]["replicas"] == {"min": 0, "max": 3}
+    assert found["spec"]["scaleTargetRef"]["name"] == "sleepy-endpoint-1"
+    scaler = world.path("autoscaling/v2", "horizontalpodautoscalers", "sleepy-endpoint")
+    assert world.api.get(scaler) is None
+    scale(world, "sleepy", 0)
+    status = world.wait("sleepy", "it is idle", lambda one: condition(one, "Ready").get("reason") == "EndpointIdle")
+    assert conditions(status)["Ready"] == "True"
+    assert status["endpoint"]["idleSince"]
+    world.change("sleepy", {"endpoint": {"idle": {"scaleToZeroAfterSeconds": 60}}})
+    wait_until(lambda: (world.api.get(path) or {})["spec"]["scaledownPeriod"] == 60, "the new time is set")
+    servers = deployment(world, "sleepy")
+    assert servers is not None
+    assert servers["spec"]["replicas"] == 0, "the operator leaves the number to KEDA"
+    scale(world, "sleepy", 2)
+    status = world.wait(
+        "sleepy", "it answers again", lambda one: condition(one, "Ready").get("reason") == "EndpointReady"
+    )
+    assert "idleSince" not in status["endpoint"]
+    world.change("sleepy", {"endpoint": {"idle": None}})
+    wait_until(lambda: world.api.get(path) is None, "the HTTPScaledObject is gone")
+    wait_until(lambda: world.api.get(scaler) is not None, "an autoscaler takes its place")
 
 
 def test_endpoint_is_taken_over_by_another_job_and_back(world: World) -> None:

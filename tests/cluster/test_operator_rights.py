@@ -15,6 +15,7 @@ import yaml
 from chart_rendering import one, render, without_tests
 from cluster_support.api_access import Api, Object, path_of, wait_until
 from cluster_support.control_plane import Cluster
+from cluster_support.http_scaled_object import install_http_scaled_objects
 from cluster_support.httproute import install_httproutes
 from cluster_support.operator_process import ACCOUNT, MANIFESTS, NAMESPACE, USER, OperatorProcess, install
 from cluster_support.plays import RUNS, WRONG_COLUMN
@@ -103,6 +104,7 @@ def scenes(
     cluster.own("the audit log")
     install_kserve(cluster)
     install_httproutes(cluster)
+    install_http_scaled_objects(cluster)
     with namespace_for_pods(cluster) as name:
         given = request.param == "given namespaces"
         roles, settings = for_given_namespaces(cluster, name) if given else for_all_namespaces(cluster)
@@ -196,11 +198,14 @@ def whole_jobs(world: World) -> None:
 def serve_a_model(world: World) -> None:
     """Run servers with all optional objects, by a Deployment and by KServe, and remove them while the job stays."""
     stages = dict.fromkeys(("training", "dataset", "evaluation", "predict"))
-    for runtime, kind in (("deployment", DEPLOYMENT), ("kserve", INFERENCE_SERVICE)):
-        job = f"serving-{runtime}"
+    led = {"replicas": 2, "maxReplicas": 3, "traffic": {"gateway": "public", "canaryPercent": 10}}
+    idle = {"maxReplicas": 3, "idle": {"scaleToZeroAfterSeconds": 600}}
+    by_kserve = {"runtime": "kserve", "replicas": 2, "maxReplicas": 3}
+    cases = {"led": (led, DEPLOYMENT), "idle": (idle, DEPLOYMENT), "kserve": (by_kserve, INFERENCE_SERVICE)}
+    for name, (fields, kind) in cases.items():
+        job = f"serving-{name}"
         world.kubelet.playbook.set(job, "serve", RUNS)
-        traffic = {"gateway": "public", "canaryPercent": 10} if runtime == "deployment" else None
-        endpoint = {"runtime": runtime, "replicas": 2, "maxReplicas": 3, "traffic": traffic}
+        endpoint = {"runtime": "deployment", **fields}
         world.apply(job, {**stages, "endpoint": endpoint})
         world.wait(job, "it answers", lambda status: conditions(status).get("Ready") == "True")
         world.change(job, {"runPolicy": {"suspend": True}})

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster_support.api_access import Api, Object
+from cluster_support.api_access import Api, Object, wait_until
 from cluster_support.control_plane import Cluster
+from cluster_support.jobs_with_status import FINETUNE
 from cluster_support.operator_process import OperatorProcess, install
 from cluster_support.plays import PREEMPTED, RUNS, SUCCEEDS, WRONG_COLUMN
 from cluster_support.stand_ins import StandIns
@@ -25,6 +29,8 @@ from cluster_support.world import (
     states,
 )
 from earlier_release import python_path, unpack
+from finetune_operator.api.crd import crd
+from finetune_operator.api.served_schema import OPENAPI_PATH, lacking
 from finetune_operator.api.types import API_VERSION, PLURAL
 
 PATIENT_SETTINGS = merged(SETTINGS, {"limits": {"restartDelaySeconds": 3600, "restartDelayMostSeconds": 3600}})
@@ -162,6 +168,46 @@ def test_jobs_of_an_earlier_operator_go_on_after_an_upgrade(world: World, cluste
         assert world.status("refused")["failure"] == statuses["refused"]["failure"]
     finally:
         today.terminate()
+
+
+def earlier_crd() -> str:
+    """Return the CRD without a field of the status that this release writes."""
+    made = crd()
+    status = made["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
+    del status["properties"]["plan"]["properties"]["reasons"]
+    return json.dumps(made)
+
+
+def test_operator_waits_for_the_crd_of_its_release(cluster: Cluster, stand_ins: StandIns, tmp_path: Path) -> None:
+    install_kinds(cluster)
+    install(cluster)
+    cluster.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=earlier_crd())
+    api, operator = Api(cluster.access), OperatorProcess(cluster, tmp_path, SETTINGS)
+    wait_until(lambda: lacking(api.get(OPENAPI_PATH) or {}), "the API server shows the CRD without the field")
+    operator.start(wait=False)
+    try:
+        with namespace_for_pods(cluster) as name:
+            around = stand_ins.kubelet, stand_ins.gangs, operator, stand_ins.background, stand_ins.watching
+            world = World(name, cluster, api, *around)
+            world.apply("one")
+            wait_until(lambda: "lacks status.plan.reasons. No job is reconciled" in operator.logs(), "the log says so")
+            assert not operator.ready()
+            assert made(world, "one") == {}
+            shown = subprocess.run(
+                [FINETUNE, "doctor"],
+                env={**os.environ, "KUBECONFIG": str(cluster.kubeconfig)},
+                capture_output=True,
+                text=True,
+            )
+            assert shown.returncode == 1
+            assert "status.plan.reasons" in " ".join(shown.stdout.split())
+
+            install_kinds(cluster)
+            operator.wait_ready()
+            world.wait_phase("one", "Succeeded")
+    finally:
+        operator.terminate()
+        install_kinds(cluster)
 
 
 LATER = {"replacedPods"}

@@ -1,26 +1,31 @@
-"""Tries on one machine with GPUs what the test suite cannot try without one, and writes one report to send back.
+"""Tries on machines with GPUs what the test suite cannot try without one, and writes one report to send back.
 
 Kernels (matrix products, attention, fp8, torch.compile, 4 bits), an all-reduce over all GPUs, and a short training with
 each strategy by `finetune run`: whether it works, its memory and time beside the plan's, and whether all strategies
-learn the same. What the machine cannot run is skipped with the reason. On several nodes nothing is tried.
+learn the same. What the machine cannot run is skipped with the reason. On several nodes: the same on the first one, the
+all-reduce over all, and trainings over all; the same command runs on each, with a shared folder for the report.
 
     python -m gpu_check --out runs/gpu-check --minutes 15
     python -m gpu_check --only trainings --out runs/gpu-check
+    python -m gpu_check --nodes 2 --node 0 --first 10.0.0.1:29400    # and --node 1 on the second one
     python -m gpu_check --small    # a machine without GPUs: tries the checks themselves
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import torch
 
-from gpu_check import gpu_facts, gpu_jobs, gpu_kernels, gpu_links
+from gpu_check import gpu_facts, gpu_jobs, gpu_kernels, gpu_links, gpu_nodes, gpu_spread
+from gpu_check.gpu_nodes import Nodes
 from gpu_check.gpu_report import Result, checked, write_report
 
 GROUPS = ("kernels", "links", "trainings")
@@ -34,9 +39,10 @@ def kernels(small: bool) -> Iterator[Result]:
         yield checked("kernels", name, partial(check, device, small))
 
 
-def links(small: bool, longest: float) -> Iterator[Result]:
+def links(small: bool, longest: float, nodes: Nodes) -> Iterator[Result]:
     processes = torch.cuda.device_count() or 2
-    yield checked("links", "all-reduce", partial(gpu_links.all_reduce, processes, 4 if small else 256, longest))
+    size = 4 if small else 256
+    yield checked("links", "all-reduce", partial(gpu_links.all_reduce, processes, size, longest, nodes))
 
 
 def trainings(folder: Path, ways: Sequence[str], small: bool, ends: float, longest: float) -> Iterator[Result]:
@@ -57,6 +63,36 @@ def trainings(folder: Path, ways: Sequence[str], small: bool, ends: float, longe
         yield result
 
 
+def over_nodes(folder: Path, small: bool, longest: float, nodes: Nodes) -> Iterator[Result]:
+    memory = None if small else torch.cuda.get_device_properties(0).total_memory / gpu_facts.GIB
+    size, processes = gpu_jobs.size_of(memory), torch.cuda.device_count() or 1
+    for name in gpu_spread.SPREAD:
+        run = partial(gpu_spread.train_on_nodes, name, folder, size, processes, nodes, longest)
+        yield checked("trainings", name, run)
+
+
+def machines(folder: Path, nodes: Nodes, longest: float) -> dict[str, Any]:
+    """Return the facts of this machine, and on the first of several nodes which others differ."""
+    found = gpu_facts.facts()
+    if nodes.count == 1:
+        return found
+    folder.mkdir(parents=True, exist_ok=True)
+    gpu_nodes.announce(folder / f"node-{nodes.index}.json", json.dumps(found))
+    if not nodes.first:
+        return found
+    texts = {str(each): gpu_nodes.awaited(folder / f"node-{each}.json", longest) for each in range(nodes.count)}
+    return {**found, "nodes": gpu_nodes.together(texts, nodes.count)}
+
+
+def _all_trainings(options: argparse.Namespace, ends: float, nodes: Nodes) -> Iterator[Result]:
+    if nodes.first:
+        yield from trainings(options.out, options.ways, options.small, ends, options.seconds)
+    if nodes.count > 1:
+        # Others wait for the first node, which trains by itself before.
+        longest = options.seconds if nodes.first else 60 * options.minutes + options.seconds
+        yield from over_nodes(options.out, options.small, longest, nodes)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help="folder for the report")
@@ -65,17 +101,24 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, help="groups of checks")
     parser.add_argument("--ways", nargs="+", choices=list(gpu_jobs.WAYS), default=list(gpu_jobs.WAYS), help="to train")
     parser.add_argument("--small", action="store_true", help="sizes for a machine without GPUs")
+    parser.add_argument("--nodes", type=int, default=1, help="machines to check together")
+    parser.add_argument("--node", type=int, default=0, help="number of this machine, from 0")
+    parser.add_argument("--first", default="", help="host:port of machine 0, for several")
     options = parser.parse_args()
-    small = options.small
+    small, nodes = options.small, Nodes(options.nodes, options.node, options.first)
+    if (problem := nodes.problem()) is not None:
+        sys.exit(problem)
+    if nodes.count > 1 and (options.out / f"node-{nodes.index}.json").exists():
+        sys.exit(f"{options.out} has the files of an earlier check of several nodes: pass another --out.")
     if not torch.cuda.is_available() and not small:
         sys.exit("torch sees no GPU here: install its CUDA build and the driver, or try the checks with --small.")
     ends = monotonic() + 60 * options.minutes
-    machine = gpu_facts.facts()
+    machine = machines(options.out, nodes, options.seconds)
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     groups = {
-        "kernels": kernels(small),
-        "links": links(small, options.seconds),
-        "trainings": trainings(options.out, options.ways, small, ends, options.seconds),
+        "kernels": kernels(small) if nodes.first else iter(()),
+        "links": links(small, options.seconds, nodes),
+        "trainings": _all_trainings(options, ends, nodes),
     }
     results: list[Result] = []
     for group in options.only:
@@ -84,7 +127,10 @@ def main() -> int:
             print(
                 f"{result.outcome:8}{result.group}: {result.name} ({result.seconds:.1f} s) {result.reason}", flush=True
             )
-            write_report(options.out, machine, results)
+            if nodes.first:
+                write_report(options.out, machine, results)
+    if not nodes.first:
+        return int(any(each.outcome == "failed" for each in results))
     whole, page = write_report(options.out, machine, results)
     print(f"Report: {page} (figures: {whole})")
     return int(any(each.outcome == "failed" for each in results))

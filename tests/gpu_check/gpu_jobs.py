@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ WAYS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "activations recomputed": (1, {"parallelism": {"strategy": "single", "activationCheckpointing": "full"}}),
     "activations in host memory": (1, {"parallelism": {"strategy": "single", "offload": {"activations": "cpu"}}}),
     "compiled": (1, {"parallelism": {"strategy": "single"}, "arguments": {"torch_compile": True}}),
+    "Liger": (1, {"parallelism": {"strategy": "single"}, "arguments": {"use_liger_kernel": True}}),
     "LoRA": (1, {"parallelism": {"strategy": "single"}, "adapter": LORA}),
     "QLoRA": (1, {"parallelism": {"strategy": "single"}, "adapter": {**LORA, "method": "qlora"}}),
     "QLoRA with fsdp 2": (2, {"parallelism": {"strategy": "fsdp"}, "adapter": {**LORA, "method": "qlora"}}),
@@ -138,6 +140,23 @@ def job(name: str, folder: Path, size: Size, gpus: int, fields: Mapping[str, Any
     }
 
 
+def figures_of(root: Path, size: Size) -> dict[str, Any]:
+    """Return the measured figures of the training in the folder `root`, and the losses."""
+    history = [json.loads(line) for line in (root / "history.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [line for line in history if "loss" in line]
+    metrics = json.loads((root / "metrics.json").read_text(encoding="utf-8"))["train"]
+    later = steps[WARMUP_STEPS:]
+    seconds = sum(line["tokens"] / line["tokens_per_second"] for line in later) / len(later)
+    return {
+        "strategy": metrics["strategy"],
+        "peak GiB": metrics["peak_memory_bytes"] / 2**30,
+        "s a step": seconds,
+        "tokens/s": sum(line["tokens"] for line in later) / (seconds * len(later)),
+        "first and last loss": [steps[0]["loss"], steps[-1]["loss"]],
+        "losses": [line["loss"] for line in steps],
+    }
+
+
 def train(
     name: str, folder: Path, size: Size, gpus: int, reference: list[float] | None, limit: float
 ) -> dict[str, Any]:
@@ -149,8 +168,10 @@ def train(
     needed, fields = WAYS[name]
     if needed > max(gpus, 1):
         raise SkippedError(f"needs {needed} GPUs")
-    if gpus == 0 and name in ("fp8", "compiled"):
+    if gpus == 0 and name in ("fp8", "compiled", "Liger"):
         raise SkippedError("needs a GPU")
+    if name == "Liger" and find_spec("liger_kernel") is None:
+        raise SkippedError("liger-kernel is not installed (finetune-trainer[liger])")
     content = job(name, folder, size, max(gpus, 1), fields)
     file = folder / f"{content['metadata']['name']}.yaml"
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
@@ -158,24 +179,11 @@ def train(
     run = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     if run.returncode:
         raise RuntimeError((run.stderr.strip() or run.stdout.strip())[-500:].replace("\n", " "))
-    root = folder / "runs" / content["metadata"]["name"]
-    history = [json.loads(line) for line in (root / "history.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = [line for line in history if "loss" in line]
-    metrics = json.loads((root / "metrics.json").read_text(encoding="utf-8"))["train"]
-    plan = json.loads((root / "plan.json").read_text(encoding="utf-8"))
-    later = steps[WARMUP_STEPS:]
-    seconds = sum(line["tokens"] / line["tokens_per_second"] for line in later) / len(later)
+    figures = figures_of(folder / "runs" / content["metadata"]["name"], size)
+    plan = json.loads((folder / "runs" / content["metadata"]["name"] / "plan.json").read_text(encoding="utf-8"))
     estimate = (plan.get("estimate") or {}).get("seconds")
-    figures = {
-        "strategy": metrics["strategy"],
-        "peak GiB": metrics["peak_memory_bytes"] / 2**30,
-        "planned GiB": plan["memory"]["totalBytes"] / 2**30,
-        "s a step": seconds,
-        "planned s a step": estimate / size.steps if estimate else "none",
-        "tokens/s": sum(line["tokens"] for line in later) / (seconds * len(later)),
-        "first and last loss": [steps[0]["loss"], steps[-1]["loss"]],
-        "losses": [line["loss"] for line in steps],
-    }
+    figures["planned GiB"] = plan["memory"]["totalBytes"] / 2**30
+    figures["planned s a step"] = estimate / size.steps if estimate else "none"
     if reference is not None and name in SAME_LOSSES:
         off = max(abs(mine / theirs - 1) for mine, theirs in zip(figures["losses"], reference, strict=True))
         figures["largest difference of losses"] = off

@@ -146,6 +146,35 @@ def four_bit_product(device: torch.device, small: bool) -> Mapping[str, Any]:
     return {"largest difference": difference, "ms": 1000 * seconds_of(lambda: held(inputs), device)}
 
 
+def liger_kernels(device: torch.device, small: bool) -> Mapping[str, Any]:
+    """Run Liger's RMS norm and its loss fused with the head, forward and backward, and compare with plain torch."""
+    if find_spec("liger_kernel") is None:
+        raise SkippedError("liger-kernel is not installed (finetune-trainer[liger])")
+    if device.type != "cuda":
+        raise SkippedError("Liger's kernels need a GPU")
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm
+
+    tokens, width, vocabulary = (64, 128, 512) if small else (4096, 2048, 32_000)
+    hidden = torch.randn(tokens, width, device=device, requires_grad=True)
+    weight = (torch.randn(vocabulary, width, device=device) / width**0.5).requires_grad_()
+    labels = torch.randint(vocabulary, (tokens,), device=device)
+    norm, plain = LigerRMSNorm(width).to(device), torch.nn.RMSNorm(width, eps=1e-6, device=device)
+    fused = LigerFusedLinearCrossEntropyLoss()
+    answers = [
+        torch.autograd.grad(loss, (hidden, weight))
+        for loss in (
+            fused(weight, norm(hidden), labels),
+            functional.cross_entropy(plain(hidden) @ weight.t(), labels),
+        )
+    ]
+    # TF32 in Liger's products keeps 10 bits of a factor's mantissa.
+    difference = max(float((mine - other).norm() / other.norm()) for mine, other in zip(*answers, strict=True))
+    if not difference < 0.02:
+        raise AssertionError(f"gradients differ from those of plain torch by {difference} of their norm")
+    seconds = seconds_of(lambda: torch.autograd.grad(fused(weight, norm(hidden), labels), (hidden, weight)), device)
+    return {"largest relative difference of gradients": difference, "ms forward and backward": 1000 * seconds}
+
+
 KERNELS: Mapping[str, Check] = {
     "matrix product": matrix_product,
     "attention": attention,
@@ -153,4 +182,5 @@ KERNELS: Mapping[str, Check] = {
     "fp8 product": fp8_product,
     "torch.compile": compiled_block,
     "4-bit product": four_bit_product,
+    "Liger": liger_kernels,
 }

@@ -13,19 +13,21 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
+from gpu_check.gpu_nodes import ALONE, Nodes
 from gpu_check.gpu_report import SkippedError
 
 ROUNDS = 10
 
 
-def all_reduce(processes: int, mebibytes: int, limit: float) -> Mapping[str, Any]:
-    """Return the bandwidth of an all-reduce, by a process for each GPU (on a machine without, by gloo).
+def all_reduce(processes: int, mebibytes: int, limit: float, nodes: Nodes = ALONE) -> Mapping[str, Any]:
+    """Return the bandwidth of an all-reduce, by a process for each GPU of each node (on machines without, by gloo); on
+    other nodes than the first nothing.
 
     `limit`: seconds until it has failed.
     """
-    if processes < 2:
+    if processes * nodes.count < 2:
         raise SkippedError("one GPU has nothing to exchange with")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *nodes.meeting("links"), f"--nproc-per-node={processes}"]
     environment = {**os.environ, "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [*command, "-m", "gpu_check.gpu_links", str(mebibytes)],
@@ -38,6 +40,8 @@ def all_reduce(processes: int, mebibytes: int, limit: float) -> Mapping[str, Any
     lines = run.stdout.splitlines()
     if run.returncode:
         raise RuntimeError(run.stderr.strip() or f"exit code {run.returncode}")
+    if not nodes.first:
+        return {}
     figures: dict[str, Any] = json.loads(next(line for line in lines if line.startswith("{")))
     chosen = sorted({line.split("NCCL INFO ")[1] for line in lines if "Using network" in line})
     return {**figures, **({"NCCL": chosen} if chosen else {})}
@@ -66,7 +70,11 @@ def main(mebibytes: int) -> None:
     # A ring sends and receives 2 (n - 1) / n of the data on each link (nccl-tests, doc/PERFORMANCE.md).
     bandwidth = values.nbytes * 2 * (size - 1) / size / seconds / 1e9
     if rank == 0:
-        print(json.dumps({"processes": size, "GB/s of each link": bandwidth, "ms": 1000 * seconds}), flush=True)
+        nodes = size // int(os.environ["LOCAL_WORLD_SIZE"])
+        print(
+            json.dumps({"processes": size, "nodes": nodes, "GB/s of each link": bandwidth, "ms": 1000 * seconds}),
+            flush=True,
+        )
     distributed.destroy_process_group()
 
 

@@ -14,10 +14,12 @@ from typing import Any, Literal
 from finetune_contract.choices import Precision
 from finetune_contract.facts import ModelFacts
 from finetune_contract.trainer_job import Pipeline, Strategy
+from finetune_operator.planning.adapter_sizes import adapted_sizes, trained_parameters
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.devices import find_gpu
 from finetune_operator.planning.known_models import known_config
-from finetune_operator.planning.step_time import Machine, StepWork, time_of_step
+from finetune_operator.planning.step_time import Machine, StepWork, kernel_shares, time_of_step
+from planning_support import published_memory
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ def machine(product: str, nodes: int, gpus: int = 8, **changes: float) -> Machin
         "link": gpu.link_gigabytes * 1e9,
         "network": gpu.network * 1e9,
         "host": gpu.host * 1e9,
+        "units": gpu.units,
+        **kernel_shares(gpu.capability),
     }
     return Machine(nodes=nodes, gpus_per_node=gpus, cores_per_node=96, **{**figures, **changes})
 
@@ -123,7 +127,8 @@ def gpt2_30b() -> Run:
         "vocab_size": 50257,
         "n_positions": 2048,
     }
-    model = model_facts(config, "text-generation")
+    # Published on 2022-10-31; the library has FlashAttention since 1.13 of 2022-12-15 (its change log).
+    model = model_facts(config, "text-generation").model_copy(update={"fused_attention": False})
     strategy = Strategy(name="fsdp", activation_checkpointing="full")
     step = work(model, strategy, "bf16", (micro, 1, length), world=128, causal=False)
     operations = 96 * micro * length * layers * h**2 * (1 + length / (6 * h) + 50257 / (16 * layers * h))
@@ -167,6 +172,64 @@ def deberta(micro: int, speed: float) -> Run:
     )
 
 
+_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+_QWEN_SECONDS: tuple[tuple[str, tuple[float, ...]], ...] = (
+    ("1.8B", (1.0, 1.0, 1.1, 1.7, 3.3, 6.8)),
+    ("7B", (1.2, 1.5, 2.8, 5.2, 10.1, 21.3)),
+    ("14B", (1.6, 2.4, 4.4, 8.4, 17.0, 36.0)),
+    ("72B", (17.6, 20.5, 29.4, 45.7, 83.4, 161.5)),
+)
+"""README of QwenLM/Qwen, "Profiling of Memory and Speed": seconds of a step of LoRA on A100-SXM4-80G at `_LENGTHS`; 72B
+by ZeRO-3 on 4 of them. QLoRA is not here: GPTQ's weights are unpacked by several kernels of torch, and the trainer's by
+one.
+"""
+_HOOKS = "DeepSpeed's hooks of an adapter's modules are not counted, and gathers wait for them"
+_BOTH = "launches and computation take about as long, and each delays the other"
+_QWEN_OFF: Mapping[tuple[str, int], tuple[float, str]] = {
+    ("1.8B", 1024): (0.25, _BOTH),
+    ("72B", 256): (1.0, _HOOKS),
+    ("72B", 512): (0.85, _HOOKS),
+    ("72B", 1024): (0.4, _HOOKS),
+}
+QWEN_ADAPTER_BYTES = 9.5
+"""Bytes of an adapter whose weights are in 16 bits, as peft had them before 0.12: dropout, product, scale and sum."""
+
+
+def qwen_runs() -> tuple[Run, ...]:
+    """Return the LoRA runs of Qwen's README."""
+    alone = Strategy(name="single", activation_checkpointing="full")
+    divided = Strategy(name="deepspeed", zero_stage=3, activation_checkpointing="full")
+    return tuple(
+        qwen(size, length, seconds, *((divided, 4) if size == "72B" else (alone, 1)))
+        for size, of_lengths in _QWEN_SECONDS
+        for length, seconds in zip(_LENGTHS, of_lengths, strict=True)
+    )
+
+
+def qwen(size: str, length: int, seconds: float, strategy: Strategy, gpus: int) -> Run:
+    """Return a run of 8 micro-batches of one row, with an adapter of rank 64 on all linear layers of the blocks."""
+    of = published_memory.qwen(size, strategy, gpus, length, "lora")
+    parts, adapted = trained_parameters(of.model, of.adapter), adapted_sizes(of.model, of.adapter)
+    layers = of.model.layers
+    step = work(
+        of.model,
+        strategy,
+        "bf16",
+        (1, 8, length),
+        world=gpus,
+        trained=parts.trained,
+        added=parts.added,
+        # One layer computes queries, keys and values.
+        adapted=adapted.number - 2 * layers,
+        adapted_width=adapted.width - 2 * layers * of.model.hidden_size,
+        adapter_bytes=QWEN_ADAPTER_BYTES,
+    )
+    name = f"Qwen {size} LoRA, {length:,} tokens" + (f", {gpus} GPUs" if gpus > 1 else "")
+    use: Literal["cal", "held"] = "cal" if size == "7B" else "held"
+    on = machine("A100-80GB", 1, gpus)
+    return Run(name, use, step, on, 8 * gpus, seconds, *_QWEN_OFF.get((size, length), ()))
+
+
 _EIGHT = (2, 1, 8192)
 RUNS: tuple[Run, ...] = (
     titan("8B, 8 GPUs", "8b", 1, _EIGHT, 5762, "cal", mode="selective", precision="bf16", compiled=False),
@@ -190,6 +253,7 @@ RUNS: tuple[Run, ...] = (
     roberta("roberta-base, 8 T4, fp16", Strategy(name="fsdp", fsdp_sharding="grad-op"), "fp16", 96, 0.56),
     deberta(8, 140.6),
     deberta(11, 162.4),
+    *qwen_runs(),
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ def train(arguments: list[str], logits: int) -> None:
     from finetune_trainer.training import chunked_loss
 
     plans.LOSS_LOGITS = logits
-    compute = chunked_loss.ChunkedLoss._sum
+    compute = chunked_loss.ChunkedLoss._judge
     calls = 0
 
     def counted(loss: Any, *part: Any) -> Any:
@@ -22,8 +22,9 @@ def train(arguments: list[str], logits: int) -> None:
         calls += 1
         return compute(loss, *part)
 
-    chunked_loss.ChunkedLoss._sum = counted  # type: ignore[method-assign]
+    chunked_loss.ChunkedLoss._judge = counted  # type: ignore[method-assign]
     code = run(arguments)
     print(f"{calls} chunks were computed")
+    print(f"divided over the vocabulary: {chunked_loss._divide_cross_entropy.cache_info().currsize}")
     sys.stdout.flush()
     os._exit(code)

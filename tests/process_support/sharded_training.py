@@ -33,6 +33,8 @@ class ShardedRank:
     optimizer: str = "adamw_torch"
     scale: float | None = None
     """Factor of the loss in the first step; None: torch's."""
+    backend: str | None = None
+    """Backend of torch.compile; None: nothing is compiled."""
 
     @property
     def figures(self) -> Path:
@@ -41,6 +43,13 @@ class ShardedRank:
     def start(self) -> BaseProcess:
         """Start the rank."""
         return fork(_run, self)
+
+
+def rows_of(rank: int) -> Any:
+    """Return the token ids of a rank's rows, which are those of every step."""
+    import torch
+
+    return torch.randint(0, SIZES["vocab_size"], (4, 16), generator=torch.Generator().manual_seed(rank))
 
 
 def _run(one: ShardedRank) -> None:
@@ -64,12 +73,14 @@ def _run(one: ShardedRank) -> None:
     arguments: dict[str, Any] = {
         "use_cpu": True, "max_steps": STEPS, "learning_rate": 1e-3, "optim": one.optimizer, "report_to": [],
     }  # fmt: skip
+    if one.backend is not None:
+        arguments |= {"torch_compile": True, "torch_compile_backend": one.backend}
     args = TrainingArguments(str(one.folder), **arguments, **strategy.arguments())
     engine = engine_of(model, args, strategy, adapted=False)
     scaler = engine.accelerator.scaler
     if one.scale is not None:
         scaler._init_scale = one.scale
-    ids = torch.randint(0, SIZES["vocab_size"], (4, 16), generator=torch.Generator().manual_seed(one.rank))
+    ids = rows_of(one.rank)
     batch = {"input_ids": ids, "labels": ids}
     engine.start(lambda model: model(**batch).loss)
     engine.assert_in_effect("adamw")

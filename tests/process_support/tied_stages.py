@@ -71,10 +71,12 @@ def in_stages(family: str, training: dict[str, Any], clip: float, out: str) -> N
     import torch
 
     from finetune_contract.trainer_job import Training
+    from finetune_trainer.strategies import gradient_reducer
     from finetune_trainer.strategies.select import strategy_for
     from finetune_trainer.strategies.strategy_protocol import Placed
 
     torch.distributed.init_process_group("gloo")
+    gradient_reducer.ALONE_ELEMENTS = 64  # matrices of this model are reduced by themselves, as those of large ones
     strategy: Any = strategy_for(Training.model_validate(training), None, Path(out))
     model = strategy.prepare_model(model_of(family))
     optimizer = torch.optim.AdamW(strategy.stepped_groups([{"params": list(model.parameters())}]), **ADAM)
@@ -86,10 +88,13 @@ def in_stages(family: str, training: dict[str, Any], clip: float, out: str) -> N
             losses.append(strategy.pipeline.step(step, share).item())
         else:
             parts = [share(model, batch) for batch in step]
-            for part in parts:
-                part.backward()
+            for part in parts[:-1]:
+                with strategy.accumulating(placed):
+                    part.backward()
+            parts[-1].backward()
             losses.append(sum(part.item() for part in parts))
         strategy.average_gradients(model)
+        assert strategy.reducer is None or strategy.reducer.early > 0
         norms.append(strategy.clip_gradients(model, clip).item())
         optimizer.step()
         strategy.share_weights()

@@ -49,6 +49,11 @@ def test_step_on_gpu_synchronizes_once_at_the_recorded_cost(name: str, traced, g
     golden(f"golden/{name.replace(' ', '-')}.txt", str(figures))
 
 
+def test_loss_scaling_waits_only_for_optimizers_that_are_not_fused(traced):
+    scaling = "item: accelerate/optimizer.py AcceleratedOptimizer.step"
+    assert [traced(name).waits.get(scaling, 0) for name in ("fp16", "fp16 with fsdp", "fp16 with SGD")] == [0, 0, 1]
+
+
 def test_stages_of_a_pipeline_send_hidden_states_in_bf16(traced):
     sent = [entry for entry in traced("pipeline").sent if entry.startswith("send")]
     assert sent == ["send bfloat16"]

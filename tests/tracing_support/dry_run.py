@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -39,12 +39,12 @@ from finetune_trainer.training.interruption import Interruption
 from finetune_trainer.training.loop import LoopParts, StepReport, TrainingLoop
 from finetune_trainer.training.order import Collate, EpochOrder, Pick
 from finetune_trainer.training.stopping import NeverStop
-from finetune_trainer.training.timing import CudaMoments, PartClock
+from finetune_trainer.training.timing import CudaMoments, Lap, PartClock
 from finetune_trainer.training.training_arguments import training_arguments
 from tracing_support import memory_kinds, stub_cuda, switched_off, traced_cases
 from tracing_support.held_cases import HELD_CASES
 from tracing_support.memory_cases import MEMORY_CASES
-from tracing_support.trace import Trace
+from tracing_support.trace import EVENT, Trace
 from trainer_support.no_checkpoints import NoCheckpoints
 
 _ROW_BORDERS = packed_attention.row_borders
@@ -89,26 +89,18 @@ class _RealBatches(Collate):
 
 @dataclass
 class _Observer:
-    """Records the figures of the second step, when all one-time allocations are done."""
+    """Records the number of the last reported step."""
 
-    trace: Trace
-    waits: dict[str, int] = field(default_factory=dict)
-    sent: dict[str, int] = field(default_factory=dict)
-    stub_waits: int = 0
-    """Waits for streams, events and devices."""
     seen: int = 0
-    _before: int = 0
 
     def on_step(self, report: StepReport) -> None:
         self.seen = report.step
-        self.waits, self.sent = dict(self.trace.waits), dict(self.trace.sent)
-        self.trace.waits.clear()
-        self.trace.sent.clear()
-        self.stub_waits, self._before = stub_cuda.waits() - self._before, stub_cuda.waits()
 
 
 class _Clock(PartClock):
-    """Clock that reports the current part of a step to the trace."""
+    """Clock that reports the current part of a step to the trace, and records the costs of the last step: after the
+    first one, all one-time allocations are done.
+    """
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(CudaMoments())
@@ -118,6 +110,20 @@ class _Clock(PartClock):
         self.kept = 0
         """Bytes on the GPU that the last forward pass keeps for its backward pass."""
         self._before = 0
+        self.waits: dict[str, int] = {}
+        self.sent: dict[str, int] = {}
+        self.stub_waits = 0
+        """Waits for streams and devices, and for events outside of torch's Python code."""
+        self._stub_before = 0
+
+    def end_lap(self) -> Lap:
+        """End a step: it has read the figures of the one before, and its own are on their way."""
+        self.waits, self.sent = dict(self._trace.waits), dict(self._trace.sent)
+        self._trace.waits.clear()
+        self._trace.sent.clear()
+        named = sum(count for place, count in self.waits.items() if place.startswith(EVENT))
+        self.stub_waits, self._stub_before = stub_cuda.waits() - self._stub_before - named, stub_cuda.waits()
+        return super().end_lap()
 
     def enter(self, part: Any) -> None:
         live = self._trace.live["cuda"]
@@ -162,9 +168,9 @@ def run(name: str, result: str) -> None:
     if os.environ.get("FINETUNE_TRACE_LARGEST"):
         print("\n".join(memory_kinds.largest_of(trace, vocabulary, tokens)))
     figures = {
-        "waits": observer.waits,
-        "stub_waits": observer.stub_waits,
-        "sent": observer.sent,
+        "waits": clock.waits,
+        "stub_waits": clock.stub_waits,
+        "sent": clock.sent,
         "peaks": trace.peaks,
         "kept": clock.kept,
         "moved": getattr(loop.parts.activations, "moved_bytes", 0),
@@ -200,7 +206,7 @@ def _loop(
     shape = MeshShape.of(training.strategy, training.batch.data_parallel)
     rows = training.batch.global_batch_size * traced_cases.STEPS
     lengths = np.full(rows, case.tokens)
-    observer, clock = _Observer(trace), _Clock(trace)
+    observer, clock = _Observer(), _Clock(trace)
     parts: Any = {
         "strategy": strategy,
         "adapted": adapted,
@@ -214,6 +220,7 @@ def _loop(
         "stopper": NeverStop(),
         "interruption": Interruption(),
         "save_on_preemption": False,
+        "optimizer": training.optimizer,
         "checkpointing": training.strategy.activation_checkpointing,
         "packs": pack_attention(model, training, torch.device("cuda"), packing=case.packed > 0),
         "activations": InHostMemory() if training.strategy.offload_activations == "cpu" else OnDevice(),

@@ -396,10 +396,11 @@ def _pipeline(
     tensor: int = 1,
     schedule: str = "1f1b",
     passes: int = 8,
+    replicas: str = "ddp",
     zero_stage: int | None = None,
 ) -> dict[str, Any]:
     made = Pipeline(degree=degree, micro_batches=passes, schedule=schedule)  # type: ignore[arg-type]
-    strategy = _strategy("ddp", checkpointing, pipeline=made, tensor=tensor, zero_stage=zero_stage)
+    strategy = _strategy(replicas, checkpointing, pipeline=made, tensor=tensor, zero_stage=zero_stage)
     return {"strategy": strategy, "rank": rank, "accumulation": passes}
 
 
@@ -452,7 +453,19 @@ HELD_CASES = (
     _decoder("llama fsdp tensor 2", WIDTH, _fsdp(tensor=2), layers=2, tokens=4096),
     _decoder("llama fsdp tensor 4 full", WIDTH, _fsdp("full", tensor=4), layers=8, tokens=8192),
     _decoder("llama fsdp tensor grad-op", WIDTH, _fsdp(tensor=2, fsdp_sharding="grad-op"), layers=4, tokens=2048),
-    _decoder("llama 70B fsdp tensor 8 full", LLAMA_70B, _fsdp("full", tensor=8), size=64, rank=31, tokens=8192),
+    _decoder(
+        "llama 70B fsdp tensor 8 full", LLAMA_70B, _fsdp("full", tensor=8), size=64, rank=31, tokens=8192, held=False
+    ),
+    _decoder("llama fsdp pipeline first", WIDTH, _pipeline(2, 0, "full", passes=4, replicas="fsdp"), layers=4),
+    _decoder("llama fsdp pipeline last", WIDTH, _pipeline(2, 7, passes=4, replicas="fsdp"), layers=4),
+    _decoder(
+        "llama 70B fsdp tensor pipeline last",
+        LLAMA_70B,
+        _pipeline(2, 63, "full", tensor=8, passes=4, replicas="fsdp"),
+        size=64,
+        layers=4,
+        tokens=4096,
+    ),
     _decoder("llama LoRA dropout", WIDTH, _ddp(), _lora(16, dropout=0.1)),
     _decoder("llama DoRA", WIDTH, _ddp(), _lora(16, "dora")),
     _decoder("qwen3 8B ddp", QWEN3_8B, _ddp(), layers=2),

@@ -1,6 +1,6 @@
 """The plan's memory of traced runs against their traces: a developers' tool.
 
-    python -m tracing_support.memory_table [--trace] [NAME ...]
+    python -m tracing_support.memory_table [--trace] [--name-recipes] [NAME ...]
 
 prints the table from the kept traces; `--trace` traces the cases again and keeps them (`make trace-memory`).
 """
@@ -23,6 +23,7 @@ from finetune_contract.facts import ModelFacts
 from finetune_operator.planning.memory import Workload, estimate
 from finetune_operator.planning.model_parallel_plan import PipelineEnd
 from finetune_operator.planning.plan_types import MemoryEstimate
+from finetune_operator.planning.recipe import recipe_of
 from finetune_trainer.strategies.mesh import PIPELINE, MeshShape
 from tracing_support.held_cases import HELD_CASES
 from tracing_support.memory_cases import MEMORY_CASES
@@ -190,6 +191,7 @@ def _kept(case: Case, figures: Mapping[str, Any]) -> dict[str, Any]:
             "tokens": case.tokens,
             "accumulation": case.accumulation,
             "adapter": None if case.adapter is None else case.adapter.model_dump(mode="json"),
+            **named_recipe(case, ModelFacts.model_validate(figures["facts"])),
         },
         "fitted": not case.held,
         "peak": peaks[phase],
@@ -197,6 +199,20 @@ def _kept(case: Case, figures: Mapping[str, Any]) -> dict[str, Any]:
         "held": dict(sorted(figures["held"].items())),
         "kept": figures["kept"],
     }
+
+
+def named_recipe(case: Case, facts: ModelFacts) -> dict[str, Any]:
+    """Return the form of loss, compilation and head of a traced case; `facts`: measured facts of its model."""
+    return recipe_of(workload(case, facts), compiled=False).model_dump(mode="json")
+
+
+def name_recipes() -> None:
+    """Write the recipes into the kept traces, which stay as they are: a trace has its form of loss by its case."""
+    values = json.loads(KEPT.read_text(encoding="utf-8"))
+    for case in TRACED:
+        kept = values[case.name]
+        kept["recipe"] |= named_recipe(case, ModelFacts.model_validate(kept["facts"]))
+    KEPT.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def _keep(made: Mapping[str, Any]) -> None:
@@ -212,7 +228,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("names", nargs="*")
+    parser.add_argument("--name-recipes", action="store_true", help="name the recipes of kept traces again")
     options = parser.parse_args()
+    if options.name_recipes:
+        name_recipes()
     cases = [case for case in TRACED if not options.names or any(name in case.name for name in options.names)]
     if options.trace:
         _keep(trace_all(cases))

@@ -27,6 +27,8 @@ _YES = (_aten.allclose.default, _aten.equal.default, _aten.is_nonzero.default)
 """Comparisons, which return equal."""
 _BETWEEN = ("/torch/", "/tracing_support/", "<")
 """Parts of the paths of code between a wait and its cause."""
+EVENT = "event"
+"""Kind of a wait for a CUDA event."""
 _NEW_PEAK = 1 << 20
 """Bytes by which a peak must exceed the last one before its storages are listed again."""
 
@@ -74,6 +76,7 @@ class Trace(TorchDispatchMode):
         self._gone: dict[int, weakref.ref[Any]] = {}
         self._pinned: set[int] = set()
         self._resize: Callable[..., Any] = torch.UntypedStorage.resize_
+        self._synchronize: Callable[..., Any] = torch.cuda.Event.synchronize
 
     def __enter__(self) -> Trace:
         resize = self._resize
@@ -86,12 +89,18 @@ class Trace(TorchDispatchMode):
                 self._hold(storage._cdata, self._storages[storage._cdata][0], size)
             return storage
 
+        def synchronized(event: torch.cuda.Event) -> None:
+            self.waits[f"{EVENT}: {_place()}"] += 1
+            self._synchronize(event)
+
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+        torch.cuda.Event.synchronize = synchronized  # type: ignore[method-assign]
         super().__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        torch.cuda.Event.synchronize = self._synchronize  # type: ignore[method-assign]
         super().__exit__(*error)
 
     def enter(self, phase: str) -> None:
@@ -167,8 +176,9 @@ class Trace(TorchDispatchMode):
             return
         if name.startswith("allgather"):
             self.mark("gathered", tree_leaves(args[0]))
-        # In operations that take both, the input follows the output.
-        given = args[1] if name.startswith(("allgather", "reduce_scatter", "alltoall", "gather")) else args[0]
+        # In operations that take both, the input follows the output; functional ones return it.
+        both = func.namespace == "c10d" and name.startswith(("allgather", "reduce_scatter", "alltoall", "gather"))
+        given = args[1] if both else args[0]
         for each in tree_leaves(given):
             if isinstance(each, torch.Tensor):
                 where = "" if each.device.type == "cuda" else f" on {each.device.type}"

@@ -6,8 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from finetune_contract.choices import Precision, Task
-from finetune_contract.trainer_job import Adapter, Batch, CheckpointSchedule, Pipeline, Strategy, Training, World
+from finetune_contract.choices import OptimizerName, Precision, Task
+from finetune_contract.trainer_job import (
+    Adapter,
+    Batch,
+    CheckpointSchedule,
+    Pipeline,
+    Strategy,
+    Training,
+    World,
+)
 
 WIDTH: dict[str, Any] = {
     "model_type": "llama",
@@ -39,6 +47,7 @@ class Case:
     """Number of processes."""
     rank: int = 3
     precision: Precision = "bf16"
+    optimizer: OptimizerName = "adamw"
     layers: int = 2
     accumulation: int = 2
     """Micro-batches of a step."""
@@ -75,7 +84,7 @@ class Case:
             warmup_steps=0,
             weight_decay=0.0,
             max_grad_norm=1.0,
-            optimizer="adamw",
+            optimizer=self.optimizer,
             seed=1,
             label_smoothing=0.0,
             adapter=self.adapter,
@@ -116,9 +125,19 @@ CASES = (
     Case(
         "pipeline", Strategy(name="ddp", pipeline=Pipeline(degree=4, micro_batches=4)), layers=4, rank=2, accumulation=4
     ),
+    Case(
+        "fsdp and pipeline",
+        Strategy(name="fsdp", pipeline=Pipeline(degree=2, micro_batches=4)),
+        layers=4,
+        rank=2,
+        accumulation=8,
+    ),
     Case("sequence", Strategy(name="fsdp", sequence=4)),
     Case("LoRA", Strategy(name="ddp"), adapter=_adapter("lora")),
     Case("fp8", Strategy(name="fsdp"), precision="fp8"),
+    Case("fp16", Strategy(name="ddp"), precision="fp16"),
+    Case("fp16 with fsdp", Strategy(name="fsdp"), precision="fp16"),
+    Case("fp16 with SGD", Strategy(name="ddp"), precision="fp16", optimizer="sgd"),
     Case("packs", Strategy(name="single"), size=1, rank=0, packed=8),
     Case("activations in host memory", Strategy(name="single", offload_activations="cpu"), size=1, rank=0),
 )

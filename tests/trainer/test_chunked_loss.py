@@ -12,12 +12,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.trainer_pt_utils import LabelSmoother
 
 from finetune_contract import plans
 from finetune_contract.choices import Stage
 from finetune_contract.plans import CHUNKED_LOSS_FAMILIES
-from finetune_contract.trainer_job import Training
+from finetune_contract.trainer_job import Strategy, Training
+from finetune_trainer.tasks.preference_tuning import DirectPreference, chunked_likelihoods, likelihoods
 from finetune_trainer.training import chunked_loss
+from finetune_trainer.training.objective import ModelLoss, SmoothedLoss
 from process_support.sliced import decoder
 from trainer_support.forking import fork_server
 from trainer_support.tasks import WORDS, task_job, training_of, write_decoder, write_lines
@@ -70,6 +73,101 @@ def test_loss_and_gradients_of_a_family_are_those_of_all_logits(family: str) -> 
         torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("chunked", [True, False], ids=["in chunks", "at once"])
+@pytest.mark.usefixtures("few_logits")
+def test_smoothed_loss_is_that_of_the_label_smoother(family: str, chunked: bool, monkeypatch) -> None:
+    if not chunked:
+        monkeypatch.setattr(plans, "LOSS_LOGITS", 1 << 26)
+    model, batch = decoder(family).eval(), rows()
+    model.zero_grad()
+    answer = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    expected = LabelSmoother(epsilon=0.3)(answer, batch["labels"], shift_labels=True)
+    expected.backward()
+    gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+    whole = SmoothedLoss(model, 0.3, "next").loss(model, batch)
+    assert float(whole) == pytest.approx(float(expected), rel=1e-6)
+    computed = chunked_loss.chunk_loss(model, training(label_smoothing=0.3))
+    assert computed is not None
+    model.zero_grad()
+    loss = ModelLoss().loss(model, batch)
+    loss.backward()
+    assert computed.chunks == (6 if chunked else 0)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    for name, each in model.named_parameters():
+        torch.testing.assert_close(each.grad, gradients[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("few_logits")
+def test_smoothed_labels_are_those_of_a_slice_of_rows() -> None:
+    model, batch = decoder("llama").eval(), rows()
+    expected = SmoothedLoss(model, 0.3, "next").loss(model, batch)
+    batch["shift_labels"] = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    batch["labels"] = batch["shift_labels"]
+    assert float(SmoothedLoss(model, 0.3, "next").loss(model, batch)) == pytest.approx(float(expected), rel=1e-6)
+    assert chunked_loss.chunk_loss(model, training(label_smoothing=0.3)) is not None
+    assert float(ModelLoss().loss(model, batch)) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_smoothed_loss_has_that_of_a_mixtures_routers(family: str) -> None:
+    model, batch = decoder(family, output_router_logits=True, router_aux_loss_coef=0.5).eval(), rows()
+    whole = SmoothedLoss(model, 0.3, "next").loss(model, batch)
+    assert chunked_loss.chunk_loss(model, training(label_smoothing=0.3)) is not None
+    assert float(ModelLoss().loss(model, batch)) == pytest.approx(float(whole), rel=1e-6)
+
+
+def test_validation_has_no_smoothed_labels() -> None:
+    model, batch = decoder("llama").eval(), rows()
+    expected = float(model(**batch).loss)
+    assert chunked_loss.chunk_loss(model, training(label_smoothing=0.3)) is not None
+    with torch.no_grad():
+        assert float(model(**batch).loss) == pytest.approx(expected, rel=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------- preference tuning
+
+
+def preferences() -> dict[str, torch.Tensor]:
+    """Return two pairs: all chosen sequences, then all rejected ones."""
+    batch = {name: torch.cat([value[:2], value[1:]]) for name, value in rows().items()}
+    return batch | {
+        "reference_chosen": torch.tensor([-20.0, -30.0]),
+        "reference_rejected": torch.tensor([-25.0, -31.0]),
+    }
+
+
+@pytest.mark.parametrize("family", CHUNKED_LOSS_FAMILIES)
+@pytest.mark.parametrize("chunks", [8, 0], ids=["in chunks", "at once"])
+def test_preference_loss_and_gradients_are_those_of_all_logits(family: str, chunks: int, monkeypatch) -> None:
+    monkeypatch.setattr(plans, "LOSS_LOGITS", LOGITS if chunks else 1 << 26)
+    model, batch = decoder(family).eval(), preferences()
+    objective = DirectPreference(0.01)
+
+    def gradients(objective: DirectPreference) -> tuple[float, dict[str, torch.Tensor]]:
+        model.zero_grad()
+        loss = objective.loss(model, batch)
+        loss.backward()
+        return float(loss), {
+            name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None
+        }
+
+    likely = [each.detach().double() for each in likelihoods(model, batch)]
+    expected, of_all = gradients(objective)
+    chunked = chunked_loss.chunk_loss(model, training(), of_rows=True)
+    assert chunked is not None
+    found, mine = gradients(objective.of_rows)
+    assert chunked.chunks == chunks  # 36 tokens, 5 at a time
+    assert found == pytest.approx(expected, rel=1e-6)
+    for name, gradient in of_all.items():
+        torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-6)
+    in_chunks = [each.detach().double() for each in chunked_likelihoods(model, batch)]
+    torch.testing.assert_close(in_chunks, likely, rtol=1e-6, atol=0.0)
+    with torch.no_grad():  # the reference and validation read logits
+        torch.testing.assert_close([each.double() for each in likelihoods(model, batch)], likely, rtol=1e-6, atol=0.0)
+
+
 @pytest.mark.parametrize("family", CHUNKED_LOSS_FAMILIES)
 def test_nothing_stands_between_head_and_loss_of_a_family(family: str) -> None:
     """Guards the list against a version of transformers that changes a model."""
@@ -119,8 +217,7 @@ def test_labels_that_are_shifted_already_are_taken_as_they_are() -> None:
 
 
 def test_other_losses_and_models_compute_all_logits() -> None:
-    for argument in ("torch_compile", "use_liger_kernel"):
-        assert chunked_loss.chunk_loss(decoder("llama"), training(arguments={argument: True})) is None
+    assert chunked_loss.chunk_loss(decoder("llama"), training(arguments={"use_liger_kernel": True})) is None
     assert chunked_loss.chunk_loss(decoder("gemma2", head_dim=8), training()) is None
     config = AutoConfig.for_model("llama", vocab_size=41, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     assert chunked_loss.chunk_loss(AutoModelForSequenceClassification.from_config(config), training()) is None
@@ -139,11 +236,6 @@ def test_classes_and_losses_outside_of_transformers_compute_all_logits() -> None
     model = decoder("llama")
     model.loss_function = lambda *_: torch.zeros(())
     assert chunked_loss.chunk_loss(model, training()) is None
-
-
-@pytest.mark.parametrize("argument", ["torch_compile_backend", "torch_compile_mode"])
-def test_arguments_that_switch_compilation_on_compute_all_logits(argument: str) -> None:
-    assert chunked_loss.chunk_loss(decoder("llama"), training(arguments={argument: "default"})) is None
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
@@ -167,6 +259,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "ZeRO-2, tied": ("deepspeed", {"zero_stage": 2}),
     "ZeRO-3, tied": ("deepspeed", {"zero_stage": 3}),
     "ZeRO-3": ("deepspeed", {"zero_stage": 3}),
+    "tensor": ("ddp", {"tensor": 2}),
+    "tensor, tied": ("ddp", {"tensor": 2}),
 }
 
 
@@ -206,7 +300,11 @@ def test_strategies_train_the_same_with_a_loss_in_chunks(
 ) -> None:
     strategy, settings = WAYS[way]
     expected = alone("qwen3" if "tied" in way else "llama", bench)
-    run = expected.at(tmp_path / "w").spread(strategy, 2, **settings)
+    run = expected.at(tmp_path / "w")
+    if "tensor" in settings:
+        run = run.in_replicas(Strategy.model_validate({"name": strategy, **settings}), 1, 8)
+    else:
+        run = run.spread(strategy, 2, **settings)
     case = run.case(processes=2, deepspeed=run.deepspeed_config() if strategy == "deepspeed" else None)
     call = {"call": "process_support.chunked:train", "arguments": {"arguments": case["arguments"], "logits": 400}}
     codes, output = fork_server().run({**case, **call})
@@ -215,4 +313,27 @@ def test_strategies_train_the_same_with_a_loss_in_chunks(
     # In the forward and in the backward pass of each of the five steps.
     assert len(counts) == 2
     assert min(counts) >= 2 * 2 * 5
+    assert output.count(f"divided over the vocabulary: {int('tensor' in settings)}") == 2
     assert max(compared(run, expected)) <= 1e-5
+
+
+SMOOTHED_WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tensor": ("ddp", {"tensor": 2}),
+    "pipeline": ("ddp", {"pipeline": {"degree": 2, "micro_batches": 4, "schedule": "1f1b"}}),
+    "sequence": ("ddp", {"sequence": 2}),
+    "ZeRO-3": ("deepspeed", {"zero_stage": 3}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", SMOOTHED_WAYS)
+def test_strategies_train_the_same_with_smoothed_labels(way: str, alone: Any, tmp_path: Path, bench: Any) -> None:
+    name, settings = SMOOTHED_WAYS[way]
+    expected = alone("llama", bench).at(tmp_path / "alone").with_training(label_smoothing=0.3, max_steps=3)
+    expected.train_here()
+    strategy = Strategy.model_validate({"name": name, **settings})
+    replicas = 2 // strategy.replica_ranks
+    run = expected.at(tmp_path / "w").in_replicas(strategy, replicas, 2, label_smoothing=0.3, max_steps=3)
+    ended = run.run(processes=2, deepspeed=run.deepspeed_config() if name == "deepspeed" else None)
+    assert ended.exit_code == 0, ended.output
+    assert run.losses() == pytest.approx(expected.losses(), rel=1e-4)

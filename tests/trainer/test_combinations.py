@@ -70,7 +70,6 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         strategy("fsdp", zero_stage=1, tensor=2),
         ("divided-optimizer-is-beside-ddp",),
     ),
-    "fsdp over stages": (strategy("fsdp", pipeline=PIPELINE), ("fsdp-shards-no-stages",)),
     "hybrid sharding of split layers": (
         strategy("fsdp", fsdp_sharding="hybrid", tensor=2),
         ("hybrid-sharding-needs-nodes", "spread-models-shard-over-all-replicas"),

@@ -91,6 +91,16 @@ CASES = {
         micro=8,
         replicas=2,
     ),
+    "bert, fsdp over stages in two passes": Case(
+        "bert", {"name": "fsdp", **pipeline("1f1b", 2)}, "fsdp+pipeline2-1f1b", micro=2, replicas=2
+    ),
+    "gpt2, fsdp over split layers in stages": Case(
+        "gpt2",
+        {"name": "fsdp", "tensor": 2, **pipeline("interleaved", 4), "activation_checkpointing": "full"},
+        "fsdp+tensor2+pipeline2-interleaved+activation-checkpointing",
+        micro=2,
+        replicas=2,
+    ),
     "llama, tensor x data with divided optimizer state": Case(
         "llama", {"tensor": 2, "zero_stage": 1}, "ddp-zero1+tensor2", replicas=2
     ),
@@ -224,6 +234,8 @@ TIED = {
     "gpt2, fsdp over split layers, the replicas neighbours": (
         "gpt2", {"name": "fsdp", "tensor": 2, "rank_order": "PTD", "fsdp_sharding": "grad-op"}, 3,
     ),
+    "llama, fsdp over stages": ("llama", {"name": "fsdp", **pipeline("1f1b", 4)}, 2),
+    "gpt2, fsdp over split layers in stages": ("gpt2", {"name": "fsdp", "tensor": 2, **pipeline("interleaved", 4)}, 2),
 }  # fmt: skip
 
 
@@ -280,6 +292,7 @@ def test_a_run_goes_on_from_a_checkpoint_however_the_model_is_spread(short_bench
         Case("llama", {"tensor": 2, "zero_stage": 1}, "", replicas=2, training=schedule),
         Case("llama", {"name": "fsdp", "tensor": 2}, "", replicas=2, training=schedule),
         Case("llama", {**pipeline("1f1b", 2), "zero_stage": 1}, "", replicas=2, training=schedule),
+        Case("llama", {"name": "fsdp", **pipeline("1f1b", 2)}, "", replicas=2, training=schedule),
         Case("llama", {}, "", training={**schedule, "strategy": Strategy(name="single")}),
     ]
     left = []
@@ -312,6 +325,9 @@ def test_bf16_follows_fp32_and_leaves_fp32_weights(short_bench, tmp_path: Path):
         "pipeline": Case("llama", pipeline("1f1b", 4), "", training={"precision": "bf16"}),
         "fsdp over split layers": Case(
             "llama", {"name": "fsdp", "tensor": 2}, "", replicas=2, training={"precision": "bf16"}
+        ),
+        "fsdp over stages": Case(
+            "llama", {"name": "fsdp", **pipeline("1f1b", 4)}, "", micro=2, replicas=2, training={"precision": "bf16"}
         ),
     }
     assert alone.run().exit_code == 0

@@ -367,6 +367,17 @@ def test_fsdp_over_split_layers_that_is_not_there_is_an_error(four_ranks, bench,
     assert refusal(strategy, placed(split.prepare_model(tiny("llama")), world=4)) == "ParameterNotSharded"
 
 
+def test_fsdp_over_stages_that_gather_for_each_micro_batch_is_an_error(four_ranks, bench, monkeypatch):
+    monkeypatch.setattr("finetune_trainer.strategies.model_parallel._probe", lambda model: {})
+    strategy = sharded_replicas(bench, monkeypatch, tensor=1, pipeline=Pipeline(degree=2, micro_batches=2))
+    # No process counts the parameters of the other stage here.
+    monkeypatch.setattr(strategy, "_assert_in_stages", lambda held: None)
+    model = strategy.prepare_model(tiny("llama"))
+    strategy.assert_in_effect(placed(model, world=4))
+    model.model.layers[0].set_reshard_after_forward(True)
+    assert refusal(strategy, placed(model, world=4)) == "WrongSharding"
+
+
 def test_fsdp_divides_the_slices_of_split_layers_among_replicas(four_ranks, bench, monkeypatch):
     model = sharded_replicas(bench, monkeypatch).prepare_model(tiny("llama", vocab_size=52))
     whole = tiny("llama", vocab_size=52)

@@ -19,46 +19,8 @@ from finetune_trainer.progress import NoProgress
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
 from trainer_support.served import Served, served
-from trainer_support.tasks import predictions, task_job, write_decoder, write_encoder_decoder, write_lines
-
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "small", "grey", "dog", "run", "by", "it"]
-TEXTS = [" ".join((WORDS * 3)[at : at + 3 + 5 * at % 17]) for at in range(9)]
-ROWS: dict[str, list[dict[str, Any]]] = {
-    "text-classification": [{"text": text} for text in TEXTS],
-    "token-classification": [{"tokens": text.split()} for text in TEXTS],
-    "question-answering": [{"question": "the cat saw it", "context": text} for text in TEXTS],
-    "masked-lm": [{"text": f"{text} [MASK] it"} for text in TEXTS],
-    "text-generation": [{"text": text} for text in TEXTS],
-    "summarization": [{"source": text} for text in TEXTS],
-    "translation": [{"source": text} for text in TEXTS],
-}
-HEADS = {
-    "token-classification": "BertForTokenClassification",
-    "question-answering": "BertForQuestionAnswering",
-    "masked-lm": "BertForMaskedLM",
-}
-
-
-def write_model(folder: Path, task: str, tiny_bert: Callable[..., Path]) -> Path:
-    """Write a random model with the task's head; its weights are large enough for rows to differ."""
-    if task == "text-generation":
-        return write_decoder(folder, words=WORDS)
-    if task in ("summarization", "translation"):
-        return write_encoder_decoder(folder, words=WORDS)
-    if task == "text-classification":
-        return tiny_bert(folder, words=WORDS, labels=("bad", "so-so", "good"), initializer_range=0.5)
-    import torch
-    import transformers
-
-    tiny_bert(folder, words=WORDS)
-    config = transformers.AutoConfig.from_pretrained(folder)
-    config.initializer_range = 0.5
-    if task == "token-classification":
-        config.id2label = dict(enumerate(("O", "B-PER", "I-PER")))
-        config.label2id = {name: at for at, name in config.id2label.items()}
-    torch.manual_seed(3)
-    getattr(transformers, HEADS[task])(config).save_pretrained(folder)
-    return folder
+from trainer_support.served_models import ROWS, write_served_model
+from trainer_support.tasks import predictions, task_job, write_lines
 
 
 class Bench:
@@ -72,7 +34,7 @@ class Bench:
 def bench(request: Any, tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Path]) -> Iterator[Bench]:
     task = request.param
     folder = tmp_path_factory.mktemp(task)
-    model = write_model(folder / "model", task, tiny_bert)
+    model = write_served_model(folder / "model", task, tiny_bert)
     rows = ROWS[task]
     write_lines(folder / "data" / "test.jsonl", rows)
     job = task_job(task, model, folder / "data", list(rows[0]), evaluation=None, generation={"max_new_tokens": 5})

@@ -191,6 +191,31 @@ def test_wrong_field_gets_an_error_in_the_shape_of_openai(
     assert param in error["message"]
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-6])
+def test_temperature_that_overflows_logits_writes_the_likeliest_tokens(chatting: Served, temperature: float) -> None:
+    request = {"inputs": "the cat", "parameters": {"max_new_tokens": 4}}
+    greedy = chatting.request("/", request)
+
+    request["parameters"] |= {"temperature": temperature}  # type: ignore[operator]
+    reply = chatting.request("/", request)
+
+    assert (reply.code, reply.json) == (200, greedy.json)
+
+
+def test_whole_numbers_may_be_written_with_a_point(chatting: Served) -> None:
+    body = b'{"inputs": "the cat", "parameters": {"max_new_tokens": 4.0, "num_beams": 2.0}}'
+    reply = chatting.request("/", body)
+    assert (reply.code, reply.json) == (200, chatting.request("/", body.replace(b".0", b"")).json)
+    assert chatting.request("/", body.replace(b"2.0", b"2.5")).code == 422
+
+
+def test_message_with_an_unknown_role_is_refused(chatting: Served) -> None:
+    reply = chatting.request("/v1/chat/completions", {"messages": [{"role": "tool", "content": "the cat"}]})
+
+    assert (reply.code, reply.json["error"]["param"]) == (400, "messages")
+    assert "developer, system, user, assistant" in reply.json["error"]["message"]
+
+
 def test_neutral_fields_are_accepted(chatting: Served) -> None:
     neutral = {"n": 1, "tools": [], "tool_choice": "none", "logprobs": None, "presence_penalty": 0, "user": "me"}
     request = {"messages": [{"role": "developer", "content": "the cat"}, CONVERSATION[1]], "max_tokens": 3}

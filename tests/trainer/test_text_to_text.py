@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,18 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers.trainer_pt_utils import LabelSmoother
 
-from finetune_contract.layout import FailureClass
+from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.data.prepare import prepare
+from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.evaluate import evaluate
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.tasks.task_protocol import Coding
 from finetune_trainer.tasks.text_to_text import bleu, rouge, summarization
+from finetune_trainer.training.order import EpochOrder
 from trainer_support.tasks import (
     DATA,
     WITHOUT_DATA,
@@ -103,6 +107,36 @@ def test_it_learns_and_is_judged_as_a_plain_loop_would(tmp_path, data, paths, ta
     assert "AutoModelForSeq2SeqLM" in (paths.model / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_smoothed_loss_is_that_of_the_label_smoother(tmp_path: Path, data: Path, paths: JobPaths, family: str) -> None:
+    examples = rows(128, 0)
+    for row in examples[::2]:
+        row["target"] += " . the dog"
+    write_lines(data / "train.jsonl", examples)
+    job = task_job(
+        "summarization",
+        write_encoder_decoder(tmp_path / "model", family),
+        data,
+        ["source", "target"],
+        training={**training_of(steps=1), "label_smoothing": 0.3},
+        generation={"max_new_tokens": 10},
+        evaluation=None,
+        predict=None,
+    )
+    trained(job, paths)
+
+    prepared, task, settings = PreparedData.open(paths), summarization(), job.training
+    assert settings is not None
+    order = EpochOrder(prepared.lengths("train"), settings.batch, 0, settings.seed, grouped=False)
+    picks = [pick.row for micro in islice(order, settings.batch.gradient_accumulation) for pick in micro]
+    batch = task.collate(prepared.features("train", picks), pad_token_id=prepared.pad_token_id)
+    assert bool(batch["labels"].eq(-100).any())
+    model: Any = task.build_model(job, prepared.facts).eval()
+    with torch.no_grad():
+        expected = LabelSmoother(epsilon=0.3)(model(**batch), batch["labels"])
+    assert losses(paths) == [pytest.approx(float(expected), rel=1e-5)]
+
+
 def test_rouge_and_bleu_equal_their_libraries_and_rank_answers() -> None:
     answers, gold = ["the cat sat on the mat", "a dog"], ["the cat sat on a mat", "two birds sing loudly"]
     found = rouge(answers, gold)
@@ -128,7 +162,6 @@ def test_texts_that_are_too_long_lose_their_end_and_keep_the_end_token() -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"label_smoothing": 0.1}, "labelSmoothing is 0.1"),
         ({"early_stopping": {"metric": "rougeL", "patience": 2}}, "'rougeL'; summarization with these labels has loss"),
     ],
 )

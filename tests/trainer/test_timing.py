@@ -66,6 +66,23 @@ def test_a_lap_begins_where_the_one_before_ended():
     assert "start" not in second
 
 
+def test_laps_that_are_read_late_add_up_to_the_hosts_time(monkeypatch):
+    # The host reads the first lap when it has queued the second, and the second at once.
+    host = iter([0.0, 5.0, 6.0, 9.0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(host))
+    clock = PartClock(Played([0.0, 1.0, 4.0, 7.0, 8.0]))
+    clock.enter("forward")
+    first = clock.end_lap()
+    second = clock.end_lap()
+    read = [clock.seconds(first), clock.seconds(second), clock.lap()]
+    assert read == [
+        {"start": 1.0, "forward": 3.0, "rest": 1.0},
+        {"forward": 3.0, "rest": 0.0},
+        {"forward": 1.0, "rest": 0.0},
+    ]
+    assert sum(sum(parts.values()) for parts in read) == 9.0
+
+
 def test_parts_without_time_are_not_written():
     assert rounded({"data": 1.23456789, "rest": 1e-9}) == {"data": 1.234568}
 

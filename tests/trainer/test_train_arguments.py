@@ -55,8 +55,8 @@ def ddp(loop: TrainingLoop) -> dict[str, Any]:
     return loop.engine.accelerator.ddp_handler.to_kwargs()
 
 
-def compiled(loop: TrainingLoop) -> Any:
-    return loop.engine.accelerator.state.dynamo_plugin
+def compiled(loop: TrainingLoop) -> Mapping[str, Any]:
+    return loop.engine.compiled.settings
 
 
 def learning_rate_at(step: int, loop: TrainingLoop) -> float:
@@ -87,9 +87,9 @@ CASES = {
     ),
     "neftune_noise_alpha": case(5.0, lambda loop: loop.engine.model.get_input_embeddings().neftune_noise_alpha, 5.0),
     "optim_args": case("momentum=0.5", lambda loop: group(loop)["momentum"], 0.5, {"optimizer": "sgd"}),
-    "torch_compile": case(True, lambda loop: hasattr(loop.engine.wrapped, "_orig_mod"), True),
-    "torch_compile_backend": case("eager", lambda loop: compiled(loop).backend.value.lower(), "eager"),
-    "torch_compile_mode": case("reduce-overhead", lambda loop: compiled(loop).mode, "reduce-overhead"),
+    "torch_compile": case(True, lambda loop: len(loop.engine.compiled.blocks), 3),
+    "torch_compile_backend": case("eager", lambda loop: compiled(loop)["backend"], "eager"),
+    "torch_compile_mode": case("reduce-overhead", lambda loop: compiled(loop)["mode"], "reduce-overhead"),
 }
 """Name -> its case; the loop is set up and makes no step."""
 ELSEWHERE = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +20,10 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.reporting import merge_metrics
 from finetune_trainer.strategies.shard_files import StagedState
 from finetune_trainer.training.background_work import BackgroundWork
+from finetune_trainer.training.engine import Engine, StepFigures
+from finetune_trainer.training.interruption import Interruption
 from finetune_trainer.training.saving import RunSaver
+from finetune_trainer.training.validation_rounds import Validation
 from suite_plugins.patience import patient
 from trainer_support.tasks import read_lines, train_here
 
@@ -274,6 +278,58 @@ def test_early_stopping_by_an_unmeasured_metric_is_refused_at_start(here):
     assert "'bleu'; text-classification with these labels has accuracy, f1, precision, recall, loss." in error.message
 
 
+# ----------------------------------------------------------------------------------------------------- order of reports
+
+
+def history(run) -> list[dict[str, Any]]:
+    return read_lines(run.paths.history)
+
+
+def recorded(events: list[str], name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        events.append(name)
+        return method(*arguments, **named)
+
+    return call
+
+
+def test_figures_of_a_step_are_read_when_the_next_one_is_queued(here, monkeypatch):
+    run = here.with_training(max_steps=7, checkpoints=CheckpointSchedule(every_steps=3, keep=9))
+    run.train_here()
+    expected = history(run)
+    shutil.rmtree(run.paths.checkpoints)
+
+    events: list[str] = []
+    monkeypatch.setattr(Engine, "runs_ahead", True)
+    monkeypatch.setattr(Engine, "step", recorded(events, "step", Engine.step))
+    monkeypatch.setattr(StepFigures, "read", recorded(events, "read", StepFigures.read))
+    monkeypatch.setattr(RunSaver, "save", recorded(events, "save", RunSaver.save))
+    monkeypatch.setattr(Validation, "metrics", recorded(events, "validate", Validation.metrics))
+    run.train_here()
+    third = ["step", "step", "read", "step", "read", "read", "save"]
+    assert events == [*third, *third, "step", "read", "validate"]
+    timed = {"seconds", "samples_per_second", "tokens_per_second"}
+    reports = [
+        [{key: line[key] for key in line.keys() - timed} for line in lines] for lines in (history(run), expected)
+    ]
+    assert reports[0] == reports[1]
+
+
+def test_preemption_reports_the_last_step(here, monkeypatch):
+    steps = iter([False, False, True])
+
+    class InThirdStep(Interruption):
+        requested = property(lambda _: next(steps), lambda *_: None)  # type: ignore[assignment]
+
+    monkeypatch.setattr(Engine, "runs_ahead", True)
+    monkeypatch.setattr("finetune_trainer.training.interruption.Interruption", InThirdStep)
+    run = here.with_training(max_steps=7, checkpoints=CheckpointSchedule(every_steps=99, keep=1, on_preemption=False))
+    with pytest.raises(StageError) as caught:
+        run.train_here()
+    assert caught.value.failure_class == FailureClass.PREEMPTED
+    assert [line["step"] for line in history(run)] == [1, 2, 3]
+
+
 # -------------------------------------------------------------------------------------------- obeyed: loss, arguments
 
 
@@ -328,13 +384,16 @@ def test_a_setting_reaches_the_arguments_of_the_trainer(
     assert {name: getattr(made, name) for name in found} == found
 
 
-def test_torch_compile_is_around_the_strategy_and_does_not_hide_it(here):
+def test_compiled_blocks_train_the_same_and_are_reported(here):
     # This backend compiles nothing, so the test waits for no compiler.
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
     schedule = CheckpointSchedule(every_steps=1, keep=1)
     run = here.with_training(max_steps=2, arguments=compiled, checkpoints=schedule)
     run.train_here()
     losses = run.losses()
+    metrics = json.loads(run.paths.metrics.read_text(encoding="utf-8"))["train"]
+    assert metrics["compilations"] >= 1
+    assert metrics["recompilations"] < metrics["compilations"]
     plain = here.with_training(max_steps=2, checkpoints=schedule.model_copy(update={"resume": False}))
     plain.train_here()
     assert losses == pytest.approx(plain.losses(), rel=1e-5)
@@ -355,7 +414,7 @@ def test_a_setting_that_a_library_passes_over_in_silence_fails_the_stage(here, m
             "WrongOptimizer",
         )
     with monkeypatch.context() as patched:
-        patched.setattr("torch.compile", lambda model, **how: model)
+        patched.setattr("torch.nn.Module.compile", lambda module, **how: None)
         with pytest.raises(StageError) as caught:
             here.with_training(max_steps=1, arguments={"torch_compile": True}).train_here()
         assert caught.value.reason == "WrongCompilation"

@@ -35,9 +35,10 @@ HINTS: tuple[tuple[str, dict[str, Any], str, str], ...] = (
      '"value": "databricks"}]; add DATABRICKS_HOST and DATABRICKS_TOKEN'),
     ("minimum of nodes", {"resources": {"minNodes": 1}}, "resources.minNodes",
      "leave it out, and write one number in spec.resources.nodes: it is fixed in this version"),
-    ("smoothed texts", {"task": "text-generation", "training": {"arguments": {"label_smoothing_factor": 0.1}}},
+    ("smoothed answers", {"task": "preference-tuning", "training": {"arguments": {"label_smoothing_factor": 0.1}}},
      "training.arguments.label_smoothing_factor",
-     "leave it out: labels are smoothed for text-classification, token-classification, masked-lm only"),
+     "leave it out: labels are smoothed for text-classification, token-classification, text-generation, "
+     "summarization, translation, masked-lm only"),
     ("latency", {"endpoint": {"maxLatency": "0.5s"}}, "endpoint.maxLatencyMilliseconds", "write 500"),
     ("CSV", {"predict": {"format": "csv"}}, "predict.format", "write jsonl (predictions are JSON Lines or Parquet)"),
     ("path", {"predict": {"outputPath": "out/a.csv"}}, "predict.outputPath",

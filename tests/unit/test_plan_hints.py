@@ -111,6 +111,7 @@ CASES: dict[str, Case] = {
     ),
     "servers without a cluster": ({"training": None, "endpoint": {}}, {"local": True}),
     "HTTPRoutes are not served": ({"endpoint": {"traffic": {"gateway": "infra/public", "canaryPercent": 50}}}, {}),
+    "HTTPScaledObjects are not served": ({"endpoint": {"idle": {"scaleToZeroAfterSeconds": 600}}}, {}),
     "vLLM without GPUs": ({**BY_VLLM, "resources": {"gpusPerNode": "auto"}}, {"model": LLAMA}),
     "vLLM on a GPU without bf16": (BY_VLLM, {"hardware": parse_hardware("gpu=T4"), "model": LLAMA}),
     "vLLM takes the job's own variable": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -122,6 +123,53 @@ def test_choice_is_within_2_percent_of_exhaustive_search_for_random_jobs(block: 
         assert least <= taken <= least * (1 + SIMPLER_MARGIN), (seed, found.strategy.label, taken, least)
         fitting += 1
     assert fitting >= 3, "most random jobs fit, or the test shows nothing"
+
+
+def in_precision(drawn: Any, precision: str) -> Any:
+    training = drawn.spec.training.model_copy(update={"precision": precision})
+    return drawn.model_copy(update={"spec": drawn.spec.model_copy(update={"training": training})})
+
+
+def least_in_precision(drawn: Any, facts: Facts, precision: str) -> float:
+    """Return the time of a step of the best form in a precision; infinite if it is refused or nothing fits."""
+    try:
+        draft = formed_draft(in_precision(drawn, precision), facts, CLUSTER_SETTINGS)
+    except PlanRefused:
+        return math.inf
+    found = best_fit(draft)
+    if found is None:
+        return math.inf
+    changed, fit = found
+    return decided(step_time(changed, fit.strategy, choice_batch(changed, fit.micro_batch))).total
+
+
+@pytest.mark.parametrize("block", range(20))
+def test_no_precision_is_quicker_than_the_automatic_one(block: int):
+    compared = 0
+    for seed in range(10 * block, 10 * block + 10):
+        drawn, facts = case(seed)
+        # Where the GPU computes in bf16, fp16 has its rate and its memory.
+        names = ("fp32",) if decided(decided(facts.hardware).gpu).bf16 else ("fp16", "fp32")
+        others = {name: least_in_precision(drawn, facts, name) for name in names}
+        try:
+            made = plan(drawn, facts, CLUSTER_SETTINGS)
+        except PlanRefused:
+            for name in names:
+                with pytest.raises(PlanRefused):
+                    plan(in_precision(drawn, name), facts, CLUSTER_SETTINGS)
+            continue
+        if min(others.values()) == math.inf:
+            continue  # Nothing fits by the facts; prepare measures before it is refused.
+        assert decided(made.estimate.step_seconds) <= min(others.values()) * (1 + 2 * SIMPLER_MARGIN), (seed, others)
+        compared += 1
+    assert compared >= 3
+
+
+def test_fp32_with_stages_is_taken_where_it_is_quicker_than_fp16():
+    drawn, facts = case(15)
+    made = plan(drawn, facts, CLUSTER_SETTINGS).trainer.training
+    assert made is not None
+    assert (made.precision, made.strategy.label) == ("fp32", "ddp+pipeline16-1f1b+activation-checkpointing")
 
 
 def test_choice_for_a_thousand_gpus_estimates_the_memory_of_few_candidates(monkeypatch: pytest.MonkeyPatch):

@@ -14,8 +14,10 @@ from finetune_contract.facts import DataFacts, HardwareFacts, SplitFacts
 from finetune_contract.plans import owners_of
 from finetune_contract.trainer_job import Pipeline, Strategy, World
 from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.api.types import ParallelismSpec, PipelineSpec
 from finetune_operator.cli.jobview import plan_lines
 from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.ladder import ladder
 from finetune_operator.planning.memory import CPU_PROCESS_BYTES, Workload, estimate, model_states
 from finetune_operator.planning.model_parallel_plan import (
     bubble,
@@ -141,6 +143,29 @@ def test_split_layers_with_fsdp_gather_a_slice_and_have_less_memory():
     whole, split, replicated = of("fsdp"), of("fsdp", tensor=2), of("ddp", tensor=2)
     assert split["gathered blocks"] == pytest.approx(whole["gathered blocks"] / 2, rel=0.15)
     assert split["total"] < replicated["total"]
+
+
+def test_stages_with_fsdp_are_whole_during_a_pass_and_divided_between():
+    world = World(nodes=1, processes_per_node=8, device="cuda", threads_per_process=1)
+    strategy = Strategy(name="fsdp", pipeline=pipeline("1f1b", 2, 4), activation_checkpointing="full")
+    work = Workload(
+        llama_1b("text-generation"), "text-generation", strategy, "bf16", "adamw", world, 1, length=128, end="first"
+    )
+    terms = {term.name: term.bytes for term in estimate(work, 80 << 30).terms}
+    assert terms["parameters"] == pytest.approx(4 * work.held / 4, rel=1e-6)
+    assert terms["optimizer state"] == pytest.approx(8 * work.held / 4, rel=1e-6)
+    assert (terms["gathered blocks"], terms["whole gradients"]) == (2 * work.held, 4 * work.held)
+
+
+def test_auto_tries_fsdp_over_the_stages_of_several_replicas():
+    labels = {
+        rung.label
+        for rung in ladder(
+            ParallelismSpec(tensor=2, pipeline=PipelineSpec(degree=2)),
+            World(nodes=1, processes_per_node=8, device="cuda", threads_per_process=1),
+        )
+    }
+    assert {each.partition("+")[0] for each in labels} == {"ddp", "ddp-zero1", "fsdp"}
 
 
 @pytest.mark.parametrize(

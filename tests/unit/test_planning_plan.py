@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from finetune_contract.choices import Stage
 from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
+from finetune_contract.plans import loss_tokens
 from finetune_contract.trainer_job import Batch, CheckpointSchedule, Strategy, World
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import parse_quantity
@@ -290,6 +291,27 @@ def test_rows_with_two_answers_count_as_two_sequences_each():
     before = planned(spec, model=gpt2, data=None, **hardware)
     taken = "the 2 sequences of every row are taken to have 512 tokens, the most they can have"
     assert f"lengths: nothing is prepared yet; {taken}" in before.assumptions
+
+
+def test_preference_tuning_computes_its_loss_in_chunks_of_logits():
+    hardware, training = {"hardware": EIGHT_H100}, {"globalBatchSize": 16, "microBatchSize": 16}
+    spec = {**PREFERS, "resources": {"gpusPerNode": 1}, "training": training}
+    shape = model("gpt2", "preference-tuning")
+    chunked, whole = (
+        planned(
+            {**spec, "training": {**training, "arguments": arguments}},
+            model=shape, data=rows(3200, longest=200, mean=100), **hardware,
+        )
+        for arguments in ({}, {"torch_compile": True})
+    )  # fmt: skip
+
+    def logits(result: JobPlan) -> str:
+        assert result.memory is not None
+        (activations,) = (term.formula for term in result.memory.terms if term.name == "activations")
+        return activations.partition(" + ends ")[2].partition(" + ")[2].partition(" logits")[0]
+
+    assert logits(chunked) == f"{loss_tokens(shape.vocabulary_size):,} x {shape.vocabulary_size:,}"
+    assert logits(whole) == f"{16 * 2 * 128:,} x {shape.vocabulary_size:,}"
 
 
 def test_rows_to_answer_need_no_answers():
@@ -626,8 +648,8 @@ SEQUENCE = {"preparation": {"maxLength": 512}, "task": "text-generation"}
         pytest.param(
             {"resources": {"gpusPerNode": 8}},
             {"model": ROBERTA_LARGE, "hardware": parse_hardware("gpu=V100-32GB,gpus=8"), "data": rows(8530, 128)},
-            "deepspeed-zero1",
-            id="over the eight of a p3dn 16-bit gradients are sent sooner; it was published with four pipeline stages",
+            "ddp",
+            id="over the eight of a p3dn as well; it was published with four pipeline stages",
         ),
         pytest.param(
             {
@@ -652,7 +674,7 @@ SEQUENCE = {"preparation": {"maxLength": 512}, "task": "text-generation"}
                 "hardware": parse_hardware("gpu=A100-80GB,cpu=32,hostMemory=512Gi"),
                 "data": None,
             },
-            "deepspeed-zero3+optimizer-offload+parameter-offload",
+            "deepspeed-zero3+selective-activation-checkpointing+optimizer-offload+parameter-offload",
             id="6.6B on one A100 80 GB: the optimizer moves to the host, and the weights for more rows at once",
         ),
         pytest.param(
@@ -662,7 +684,7 @@ SEQUENCE = {"preparation": {"maxLength": 512}, "task": "text-generation"}
                 "hardware": parse_hardware("gpu=A100-80GB,cpu=32,hostMemory=1Ti"),
                 "data": None,
             },
-            "deepspeed-zero3+selective-activation-checkpointing+optimizer-offload+parameter-offload",
+            "deepspeed-zero3+activation-checkpointing+optimizer-offload+parameter-offload",
             id="39B on one A100 80 GB: the parameters move as well",
         ),
         pytest.param(

@@ -51,8 +51,11 @@ def test_planned_memory_is_the_published_one_or_differs_for_a_reason(run: Memory
     assert bool(run.why) is (run.bound > BOUND)
 
 
-def test_twenty_published_runs_are_planned_within_the_bound():
-    assert sum(abs(run.ratio - 1) <= BOUND for run in RUNS) >= 20
+def test_most_published_runs_are_planned_within_the_bound():
+    assert sum(abs(run.ratio - 1) <= BOUND for run in RUNS) >= 22
+    packed = [run for run in RUNS if "QLoRA" in run.name]
+    assert len(packed) == 12
+    assert sum(abs(run.ratio - 1) <= BOUND for run in packed) >= 9
 
 
 def test_qlora_of_65_billion_weights_fits_a_card_of_48_gb():

@@ -270,7 +270,7 @@ def test_plan_gives_reason_and_cost_of_divided_rows():
     assert sentence == (
         "strategy fsdp+sequence4+activation-checkpointing: rows in 4 slices fit (19.5 GiB of 22.5 GiB); with whole "
         "rows on each GPU nothing does: fsdp+activation-checkpointing+optimizer-offload+parameter-offload with "
-        "micro-batch 1 needs 64.7 GiB a GPU, and there are 22.5 GiB; to exchange heads for tokens takes 6% of the time "
+        "micro-batch 1 needs 64.7 GiB a GPU, and there are 22.5 GiB; to exchange heads for tokens takes 4% of the time "
         "(90.0 GiB a process and step)"
     )
 

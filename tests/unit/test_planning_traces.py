@@ -7,9 +7,10 @@ import statistics
 
 import pytest
 
+from finetune_operator.api.settings import Planning
 from finetune_operator.planning.architectures import ARCHITECTURES, model_facts
-from finetune_operator.planning.memory import CUDA_CONTEXT_BYTES
-from tracing_support.memory_table import KEPT, TRACED, allocated, kept_traces, planned
+from finetune_operator.planning.memory import ALLOCATOR_SHARE, CUDA_CONTEXT_BYTES
+from tracing_support.memory_table import KEPT, TRACED, KeptTrace, allocated, kept_traces, planned
 from tracing_support.traced_cases import Case
 
 LOW, HIGH = 0.88, 1.12
@@ -57,6 +58,33 @@ def test_plan_accepts_nothing_that_a_trace_refutes(case: Case):
     card = trace.peak + CUDA_CONTEXT_BYTES - 1
     made = planned(case, trace, card)
     assert made.total_bytes > made.capacity_bytes == card
+
+
+MARGIN = Planning().memory_margin
+"""Share of a card's memory that a choice leaves free."""
+
+
+def stated_overhead(trace: KeptTrace) -> int:
+    """Return the bytes that a GPU holds beside a trace's, as docs/memory.md states them: CUDA's context with NCCL, and
+    the allocator's losses over all that is not allocated once.
+    """
+    resident = trace.held.get("parameters", 0)
+    if trace.phase != "start":  # where weights are converted before the optimizer has any state
+        resident += trace.held.get("optimizer", 0)
+    return CUDA_CONTEXT_BYTES + int(ALLOCATOR_SHARE * (trace.peak - resident))
+
+
+def is_accepted(case: Case, trace: KeptTrace, card: int) -> bool:
+    made = planned(case, trace, card)
+    return made.total_bytes <= (1 - MARGIN) * made.capacity_bytes
+
+
+@pytest.mark.parametrize("case", TRACED, ids=lambda case: case.name)
+def test_plan_refuses_only_what_a_trace_with_overhead_excludes(case: Case):
+    trace = TRACES[case.name]
+    needed = (trace.peak + stated_overhead(trace)) / (1 - MARGIN)
+    assert is_accepted(case, trace, int(HIGH * needed) + 1), "the card has the plan's stated error of room"
+    assert not is_accepted(case, trace, int(LOW * needed) - 1), "the card lacks more than the plan's stated error"
 
 
 @pytest.mark.parametrize(("column", "cases"), [("fitted", FITTED), ("held", HELD)])

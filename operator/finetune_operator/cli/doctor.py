@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from finetune_operator.api.served_schema import OPENAPI_PATH, lacking
 from finetune_operator.cli.cluster_jobs import Cluster, ClusterError, UnreachableError
 from finetune_operator.cli.console import print_trimmed
 from finetune_operator.cli.doctor_findings import Finding, Known, State, Surroundings
@@ -39,6 +40,7 @@ async def survey(cluster: Cluster, operator_namespace: str | None) -> Surroundin
         own_version=version("finetune-operator"),
         served=await _known(_served(cluster), "the launchers"),
         serves_jobs=await _known(cluster.serves(FINETUNE_JOB), "FineTuneJob"),
+        lacking=await _known(_lacking(cluster), "the schema of FineTuneJob"),
         groups=groups,
         queues=await _known(_queues(cluster), "local queues"),
         operators=await _known(_operators(cluster, operator_namespace), "Deployments of the operator"),
@@ -62,6 +64,10 @@ async def _known(request: Awaitable[Value], part: str) -> Known[Value]:
 
 async def _version(cluster: Cluster) -> str:
     return str((await cluster.served_version()).get("gitVersion", "an unknown version"))
+
+
+async def _lacking(cluster: Cluster) -> tuple[str, ...]:
+    return lacking(await cluster.document(OPENAPI_PATH))
 
 
 async def _groups(cluster: Cluster) -> tuple[str, ...]:

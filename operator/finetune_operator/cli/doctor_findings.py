@@ -12,6 +12,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from finetune_contract.byte_text import human_bytes
 from finetune_operator.api.quantities import parse_quantity
+from finetune_operator.api.served_schema import in_status, listed
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJob, FineTuneJobSpec
 from finetune_operator.launchers.launcher_rows import BUILT_IN, TRAINING, LauncherName, launcher
@@ -74,6 +75,8 @@ class Surroundings:
     """Version of the command."""
     served: Known[tuple[LauncherName, ...]]
     serves_jobs: Known[bool]
+    lacking: Known[tuple[str, ...]]
+    """Fields and values of this version's FineTuneJob that the served one lacks, see `served_schema.lacking`."""
     groups: Known[tuple[str, ...]]
     """API groups that are served."""
     queues: Known[tuple[str, ...]]
@@ -120,10 +123,22 @@ def _api(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settings
     if cluster.serves_jobs.value is None:
         yield _unknown("FineTuneJob", cluster.serves_jobs)
     elif cluster.serves_jobs.value:
-        yield Finding("FineTuneJob", "ok", "is served")
+        yield _kind(cluster.lacking)
     else:
         hint = "install the operator: kubectl apply --server-side -k manifests/operator (docs/install.md)"
         yield Finding("FineTuneJob", "gap", "is not served", hint)
+
+
+def _kind(lacking: Known[tuple[str, ...]]) -> Finding:
+    if lacking.value is None:
+        return Finding("FineTuneJob", "ok", f"is served; its fields are unknown: {lacking.reason}")
+    if not lacking.value:
+        return Finding("FineTuneJob", "ok", "is served, with all fields of this version")
+    hint = "upgrade the CRD: kubectl apply --server-side -k manifests/crd (docs/install.md)"
+    if not in_status(lacking.value):
+        return Finding("FineTuneJob", "gap", f"is served without {listed(lacking.value)}", hint)
+    found = f"is served without {listed(in_status(lacking.value))}, which the operator of this version waits for"
+    return Finding("FineTuneJob", "gap", found, hint)
 
 
 def _operator(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:

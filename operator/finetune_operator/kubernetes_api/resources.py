@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 from finetune_operator.api.objects import GroupKind
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
+from finetune_operator.launchers.idle_kind import IDLE_API, IDLE_KIND, IDLE_PLURAL
 from finetune_operator.launchers.kserve_kind import KSERVE_API, KSERVE_KIND, KSERVE_PLURAL
 from finetune_operator.launchers.launcher_rows import SUPPORTED, LauncherName
 from finetune_operator.launchers.route_kind import ROUTE_API, ROUTE_KIND, ROUTE_PLURAL
@@ -52,6 +53,7 @@ NETWORK_POLICY = Resource("networking.k8s.io/v1", "NetworkPolicy", "networkpolic
 DEPLOYMENT = Resource("apps/v1", "Deployment", "deployments")
 INFERENCE_SERVICE = Resource(KSERVE_API, KSERVE_KIND, KSERVE_PLURAL)
 HTTP_ROUTE = Resource(ROUTE_API, ROUTE_KIND, ROUTE_PLURAL)
+HTTP_SCALED_OBJECT = Resource(IDLE_API, IDLE_KIND, IDLE_PLURAL)
 REPLICA_SET = Resource("apps/v1", "ReplicaSet", "replicasets")
 CUSTOM_METRICS_GROUP = "custom.metrics.k8s.io"
 """API group that autoscalers read metrics of pods from; an adapter serves it through the API server."""
@@ -65,7 +67,7 @@ TOKEN_REVIEW = Resource("authentication.k8s.io/v1", "TokenReview", "tokenreviews
 
 RESOURCES = (
     FINETUNE_JOB, *LAUNCHER_RESOURCES.values(), POD, CONFIG_MAP, SERVICE, CLAIM, NETWORK_POLICY, EVENT,
-    DEPLOYMENT, INFERENCE_SERVICE, HTTP_ROUTE, REPLICA_SET, AUTOSCALER, DISRUPTION_BUDGET,
+    DEPLOYMENT, INFERENCE_SERVICE, HTTP_ROUTE, HTTP_SCALED_OBJECT, REPLICA_SET, AUTOSCALER, DISRUPTION_BUDGET,
     SECRET, LEASE, TOKEN_REVIEW, WEBHOOK, NODE,
 )  # fmt: skip
 _BY_KIND = {(each.api_version, each.kind): each for each in RESOURCES}

@@ -65,6 +65,23 @@ def trained_parameters(model: ModelFacts, adapter: Adapter | None) -> Trained:
     return Trained(added=whole, trained=whole)
 
 
+@dataclass(frozen=True)
+class AdaptedLayers:
+    """Linear layers that an adapter goes into, over all blocks."""
+
+    number: int
+    width: int
+    """Sum of their inputs and outputs."""
+
+
+def adapted_sizes(model: ModelFacts, adapter: Adapter | None) -> AdaptedLayers:
+    """Return the layers that `adapter` goes into; none without an adapter, and if the model's layers are not known."""
+    layers = () if adapter is None else tuple(adapted_layers(model, adapter).values())
+    # The n layers of a name have one shape, so that n = n i x n o / (n i o).
+    number = sum(round(each.inputs * each.outputs / each.weights) for each in layers if each.weights)
+    return AdaptedLayers(number, sum(each.inputs + each.outputs for each in layers))
+
+
 def four_bit_weights(model: ModelFacts, adapter: Adapter | None) -> int:
     """Return the number of weights held in 4 bits; 0 if they are not known."""
     if adapter is None or adapter.method != "qlora":

@@ -138,6 +138,19 @@ def best_fit(draft: Draft) -> tuple[Draft, Fit] | None:
     return quickest(found, draft.settings.planning.memory_margin) or quickest(found, 0.0)
 
 
+def is_quicker(draft: Draft, other: Draft) -> bool:
+    """Return whether the best form of `draft` takes less time than that of `other` by more than `SIMPLER_MARGIN`; False
+    if one of them does not fit, or if times are not known.
+    """
+    if machine_of(draft) is None or machine_of(other) is None:
+        return False
+    found, against = best_fit(draft), best_fit(other)
+    if found is None or against is None:
+        return False
+    seconds, least = (decided(_seconds(each, fit.strategy, fit.micro_batch)) for each, fit in (found, against))
+    return seconds * (1 + SIMPLER_MARGIN) < least
+
+
 def all_forms(draft: Draft) -> Iterator[Candidate]:
     """Yield the forms of one draft with its own micro-batches."""
     return candidates(draft, draft.spec.parallelism, micro_batches(draft))

@@ -10,13 +10,13 @@ from __future__ import annotations
 from finetune_contract.arguments import allows_tf32, compiles, needs_whole_logits
 from finetune_contract.choices import Precision
 from finetune_contract.facts import ModelFacts
-from finetune_contract.plans import CHUNKED_LOSS_FAMILIES, loss_tokens
+from finetune_contract.plans import CHUNKED_LOSS_FAMILIES, CHUNKED_LOSS_TASKS, chunks_loss, loss_tokens
 from finetune_contract.trainer_job import Adapter, Batch, Strategy
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.rules.parallelism import secondary_shards
 from finetune_operator.api.settings import Price, Settings
-from finetune_operator.planning.adapter_sizes import four_bit_weights, trained_parameters
+from finetune_operator.planning.adapter_sizes import adapted_sizes, four_bit_weights, trained_parameters
 from finetune_operator.planning.assumed_facts import UNKNOWN_GPU
 from finetune_operator.planning.devices import GpuModel, find_gpu, link_bytes
 from finetune_operator.planning.draft import Draft, decided
@@ -24,7 +24,14 @@ from finetune_operator.planning.gpu_table import CARD_HOST
 from finetune_operator.planning.learned import time_factor
 from finetune_operator.planning.pauses import pauses
 from finetune_operator.planning.plan_types import Estimate
-from finetune_operator.planning.step_time import Machine, StepTime, StepWork, matrix_parameters, time_of_step
+from finetune_operator.planning.step_time import (
+    Machine,
+    StepTime,
+    StepWork,
+    kernel_shares,
+    matrix_parameters,
+    time_of_step,
+)
 
 GPU_UTILISATION = 0.35
 """Share of the dense 16-bit peak in the forward passes of inference; published trainings reach 23 to 45 %."""
@@ -108,12 +115,15 @@ def machine_of(draft: Draft) -> Machine | None:
         host=gpu.host * 1e9,
         cores_per_node=hardware.cpu_cores,
         tf32_flops=gpu.tf32_flops,
+        units=gpu.units,
+        **kernel_shares(gpu.capability),
     )
 
 
 def step_work(draft: Draft, strategy: Strategy, micro: int, accumulation: int) -> StepWork:
     """Return what a step of `accumulation` micro-batches of `micro` rows computes and sends."""
     task, lengths, parts = draft.spec.task, draft.lengths, trained_parameters(draft.model, draft.adapter)
+    adapted = adapted_sizes(draft.model, draft.adapter)
     texts = task in ("text-generation", "preference-tuning")
     # A padded batch has a mask, with which attention computes every score, and packs have one unless each row is
     # computed by itself.
@@ -133,13 +143,22 @@ def step_work(draft: Draft, strategy: Strategy, micro: int, accumulation: int) -
         scores_vocabulary=texts or task == "masked-lm",
         trained=parts.trained,
         added=parts.added,
+        adapted=adapted.number,
+        adapted_width=adapted.width,
         four_bit=four_bit_weights(draft.model, draft.adapter),
         chunked_loss=_chunks_loss(draft, strategy, micro),
         compiled=compiles(draft.training.arguments),
+        loader_workers=_loader_workers(draft),
         causal=texts and alone,
         secondary_shards=secondary_shards(draft.spec.parallelism),
         tf32=allows_tf32(decided(draft.precision), draft.training.arguments),
     )
+
+
+def _loader_workers(draft: Draft) -> int:
+    """Return the processes that read batches, which `training.arguments` may set."""
+    asked = draft.training.arguments.get("dataloader_num_workers", 0)
+    return asked if isinstance(asked, int) else 0
 
 
 def _row_in_pack(draft: Draft) -> float:
@@ -151,9 +170,11 @@ def _row_in_pack(draft: Draft) -> float:
 def _chunks_loss(draft: Draft, strategy: Strategy, micro: int) -> bool:
     """Return whether the trainer computes the loss in chunks (`finetune_trainer.training.chunked_loss`)."""
     others = needs_whole_logits(draft.training.arguments)
-    known = draft.spec.task == "text-generation" and draft.model.model_type in CHUNKED_LOSS_FAMILIES
+    known = draft.spec.task in CHUNKED_LOSS_TASKS and draft.model.model_type in CHUNKED_LOSS_FAMILIES
     several = micro * draft.lengths.row > loss_tokens(draft.model.vocabulary_size)
-    return known and not others and strategy.model_ranks == 1 and several
+    plain = draft.spec.task == "text-generation" and draft.training.label_smoothing == 0
+    chunks = chunks_loss(tensor=strategy.tensor, staged=strategy.pipeline is not None, plain=plain)
+    return known and not others and chunks and several
 
 
 def step_time(draft: Draft, strategy: Strategy, batch: Batch) -> StepTime | None:

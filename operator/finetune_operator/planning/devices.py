@@ -104,6 +104,7 @@ def _part(whole: GpuModel, slices: int, memory_gb: int) -> GpuModel:
         memory_mib=round(memory_gb * 1024 * MIG_SHARE),
         half_tflops=whole.half_tflops * share,
         fp32_tflops=whole.fp32_tflops * share,
+        units=round(whole.units * share),
         link_gigabytes=min(whole.link_gigabytes, PCIE_GIGABYTES),
         bandwidth=whole.bandwidth * memory_gb / whole.memory_gb,
         labels={},

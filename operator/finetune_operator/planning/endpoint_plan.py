@@ -13,6 +13,7 @@ from finetune_contract.choices import RUNG_TASKS, Optimization, Stage
 from finetune_contract.inference_settings import ServedAdapter, Serving
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.types import EndpointSpec
+from finetune_operator.launchers.idle_kind import IDLE_API, IDLE_KIND
 from finetune_operator.launchers.kserve_kind import KSERVE_KIND
 from finetune_operator.launchers.route_kind import ROUTE_API, ROUTE_KIND
 from finetune_operator.planning.cost import find_price
@@ -43,18 +44,22 @@ def choose_servers(draft: Draft) -> Draft:
         return draft
     draft = _choose_optimization(draft, endpoint)
     draft = _checked_adapters(draft, endpoint)
-    draft = _checked_route(draft)
+    draft = _checked_idle(_checked_route(draft), endpoint)
     draft, vllm = choose_vllm(draft, endpoint)
     draft, runtime, why = choose_runtime(draft, endpoint)
-    requests, limits, threads = process_bytes(draft, endpoint, vllm)
+    requests, limits, threads = _takes(draft, endpoint, vllm)
     cost = _cost_per_hour(draft, endpoint.replicas, 1 if vllm is None else vllm.gpus)
     most = max(endpoint.replicas, endpoint.max_replicas or 0)
-    target = endpoint.target_requests_in_flight if draft.inputs.facts.custom_metrics else None
+    idle = endpoint.idle
+    # The interceptor counts requests itself.
+    counted = draft.inputs.facts.custom_metrics or idle is not None
+    target = endpoint.target_requests_in_flight if counted else None
     servers = Servers(
         runtime=runtime,
         replicas=endpoint.replicas,
         most=most,
         target_requests=target,
+        idle_seconds=None if idle is None else idle.scale_to_zero_after_seconds,
         requests=requests,
         limits=limits,
         ceilings=_ceilings(requests, limits) if runtime == "kserve" else {},
@@ -147,9 +152,25 @@ def _checked_route(draft: Draft) -> Draft:
     )
 
 
-def process_bytes(
-    draft: Draft, endpoint: EndpointSpec, vllm: VllmServer | None
-) -> tuple[dict[str, str], dict[str, str], int]:
+def _checked_idle(draft: Draft, endpoint: EndpointSpec) -> Draft:
+    """Refuse scaling to zero where the cluster does not serve the kind that does it."""
+    if endpoint.idle is None:
+        return draft
+    seconds = endpoint.idle.scale_to_zero_after_seconds
+    if not draft.inputs.facts.http_scaled_objects:
+        return draft.refusing(
+            ("endpoint", "idle"),
+            f"scaleToZeroAfterSeconds {seconds}",
+            f"the cluster has to serve {IDLE_KIND} ({IDLE_API})",
+            "install KEDA and its HTTP add-on, or leave it out",
+            "NotSupported",
+        )
+    return draft.because(
+        f"all servers end after {seconds:,} s without requests, by an {IDLE_KIND} of KEDA's HTTP add-on"
+    )
+
+
+def _takes(draft: Draft, endpoint: EndpointSpec, vllm: VllmServer | None) -> tuple[dict[str, str], dict[str, str], int]:
     """Return requests, limits and threads of one server."""
     asked = endpoint.resources
     given = {"cpu": asked.cpu, "memory": asked.memory}

@@ -48,6 +48,8 @@ def _obstacle(draft: Draft) -> str | None:
     """Return the first requested setting that conflicts with KServe; None if there is none."""
     if draft.spec.endpoint is not None and draft.spec.endpoint.traffic is not None:
         return "spec.endpoint.traffic needs a Deployment"
+    if draft.spec.endpoint is not None and draft.spec.endpoint.idle is not None:
+        return "spec.endpoint.idle needs a Deployment"
     template = draft.spec.template
     variables = [name for one in template.env if (name := one.get("name")) in RESERVED_VARIABLES]
     if variables:

@@ -98,7 +98,13 @@ def _sharding(asked: ParallelismSpec, world: World, compared: bool) -> Iterator[
 
 def estimate(draft: Draft, strategy: Strategy, micro: int) -> MemoryEstimate:
     """Estimate the memory of one process of this draft."""
-    work = memory.Workload(
+    work = workload(draft, strategy, micro)
+    return corrected_memory(draft, strategy, memory.estimate(work, draft.device_bytes))
+
+
+def workload(draft: Draft, strategy: Strategy, micro: int) -> memory.Workload:
+    """Return the inputs of the memory estimate of one process of this draft."""
+    return memory.Workload(
         model=draft.model,
         task=draft.spec.task,
         strategy=strategy,
@@ -112,10 +118,10 @@ def estimate(draft: Draft, strategy: Strategy, micro: int) -> MemoryEstimate:
         rows_apart=draft.packing and not draft.why_packs_have_masks(strategy),
         adapter=draft.adapter,
         secondary_shards=secondary_shards(draft.spec.parallelism),
+        smooths=draft.training.label_smoothing > 0,
         whole_logits=needs_whole_logits(draft.training.arguments),
         accumulates=strategy.pipeline is not None or draft.training.global_batch_size > draft.data_ranks * micro,
     )
-    return corrected_memory(draft, strategy, memory.estimate(work, draft.device_bytes))
 
 
 def fit_at(draft: Draft, rung: Strategy, micro: int) -> Fit:

@@ -25,9 +25,12 @@ from finetune_contract.facts import ModelFacts
 from finetune_contract.plans import (
     AVERAGED_ELEMENTS,
     CHUNKED_LOSS_FAMILIES,
+    CHUNKED_LOSS_TASKS,
     JUDGED_LOGITS,
     REQUESTED_LOGITS,
     SAVED_PIECE_BYTES,
+    SLICED_NORM_FAMILIES,
+    chunks_loss,
     loss_tokens,
 )
 from finetune_contract.trainer_job import Adapter, Strategy, World
@@ -142,10 +145,19 @@ class Workload:
     """True if a step has several micro-batches, so that gradients are there during forward passes."""
     whole_logits: bool = False
     """True if training arguments keep a decoder from computing its loss some tokens at a time."""
+    smooths: bool = False
+    """True if labels are smoothed."""
+    narrow_loss: bool = False
+    """True if a decoder computes its loss in the type of its logits; False in this project's trainer."""
     casts: bool = True
     """False if weights are in the type that they compute in, as an inference process's are."""
     end: PipelineEnd | None = None
     """Stage of the process in a pipeline; None: no pipeline, or the larger one of both ends."""
+
+    @cached_property
+    def plain_loss(self) -> bool:
+        """Return whether the loss is the mean over unsmoothed labels."""
+        return self.task == "text-generation" and not self.smooths
 
     @cached_property
     def autocast(self) -> bool:
@@ -210,6 +222,11 @@ class Workload:
         if self.strategy.model_ranks == 1 or self.strategy.name != "ddp":
             return self.trained
         return stepped_parameters(self.model, self.strategy, self.layers, self.held, self.replicas)
+
+    @property
+    def shards_stages(self) -> bool:
+        """Return True for fsdp over the stages of a pipeline: weights and gradients are whole during a pass."""
+        return self.strategy.name == "fsdp" and self.strategy.pipeline is not None
 
     @cached_property
     def four_bit(self) -> int:
@@ -543,6 +560,7 @@ def activation_bytes_per_token(work: Workload) -> int:
         # A norm of several operations keeps its normalised input for the gradient of its weight, which is frozen here.
         # A layer that is recomputed has it for a moment.
         norms -= shape.norm_inputs / 2 * work.wide
+    norms /= _norm_slices(work)
     # With dropout before an adapter's matrices their inputs are counted there; a frozen layer keeps none.
     casts = shape.shared_inputs if work.autocast and not (work.adapter and work.adapter.dropout) else 0
     fp32 = shape.feed_forward_fp32 if work.autocast and work.world.device == "cuda" else 0
@@ -560,6 +578,14 @@ def activation_bytes_per_token(work: Workload) -> int:
     )
     attention = model.attention_heads / tensor * _score_bytes_per_token(work)
     return int(linear + attention + _mask_bytes_per_token(work) + _adapter_bytes_per_token(work, mask))
+
+
+def _norm_slices(work: Workload) -> int:
+    """Return the processes that share the tokens of a row in norms and between layers, under tensor parallelism
+    (`finetune_trainer.strategies.sequence_norms`).
+    """
+    sliced = work.strategy.pipeline is None and work.model.model_type in SLICED_NORM_FAMILIES
+    return work.strategy.tensor if sliced else 1
 
 
 def experts_of_a_token(model: ModelFacts) -> float:
@@ -622,7 +648,7 @@ def _kept_bytes_per_token(work: Workload) -> tuple[int, str]:
             layer = work.saved_per_token
             return layer, f"{layer:,}"
         case "full":
-            return model.hidden_size * wide, "layer inputs"
+            return model.hidden_size * wide // _norm_slices(work), "layer inputs"
         case "selective":
             outputs = sum(each.outputs for each in model.linear_layers.values()) // model.layers
             outputs = outputs or 5 * model.hidden_size + model.intermediate_size
@@ -630,7 +656,7 @@ def _kept_bytes_per_token(work: Workload) -> tuple[int, str]:
                 adapted = adapted_layers(model, work.adapter).values()
                 outputs += sum(each.outputs for each in adapted) // model.layers + len(adapted) * work.adapter.rank
             fused = 0 if _unfused_scores(work) else model.hidden_size
-            kept = model.hidden_size * wide + (outputs + fused) * width
+            kept = model.hidden_size * wide // _norm_slices(work) + (outputs + fused) * width
             return kept, f"{kept:,} of inputs and products"
 
 
@@ -642,7 +668,9 @@ def _activations(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
     ends = 3 * model.hidden_size * work.wide  # embedding output, its norm and dropout; the final norm
     judged = _chunk(work) or tokens
     judges = work.task in LANGUAGE_TASKS and work.end != "first"
-    logits = judged * model.vocabulary_size * _logit_bytes(work, moment) if judges else 0
+    # A loss in chunks has the logits of a tensor rank's part of the vocabulary.
+    vocabulary = model.vocabulary_size // (work.strategy.tensor if _chunk(work) else 1)
+    logits = judged * vocabulary * _logit_bytes(work, moment) if judges else 0
     kept, what = _kept_bytes_per_token(work)
     pipeline = work.strategy.pipeline
     layers, kept_at_once = work.layers - (moment == "reduction"), _kept_at_once(work, moment)
@@ -664,7 +692,7 @@ def _activations(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
     part = "" if length == work.length else f" of {work.length}"
     words = f"{work.micro_batch} rows{each} x {length}{part} tokens x ({words} + ends {ends:,}){passed}"
     if logits:
-        words += f" + {judged:,} x {model.vocabulary_size:,} logits x {_logit_bytes(work, moment)}"
+        words += f" + {judged:,} x {vocabulary:,} logits x {_logit_bytes(work, moment)}"
     return MemoryTerm(name="activations", bytes=int(tokens * total) + logits, formula=words), int(tokens * offloaded)
 
 
@@ -699,12 +727,20 @@ def _passing_bytes_per_token(work: Workload) -> int:
 
 def _chunk(work: Workload) -> int:
     """Return the tokens for which logits are computed at a time (`finetune_trainer.training.chunked_loss`); 0: all."""
-    whole = work.strategy.model_ranks == 1 and not work.whole_logits
-    if not whole or work.task != "text-generation" or work.model.model_type not in CHUNKED_LOSS_FAMILIES:
+    if work.whole_logits or not chunks_loss(
+        tensor=work.strategy.tensor, staged=work.strategy.pipeline is not None, plain=work.plain_loss
+    ):
+        return 0
+    if work.task not in CHUNKED_LOSS_TASKS or work.model.model_type not in CHUNKED_LOSS_FAMILIES:
         return 0
     tokens = work.micro_batch * work.sequences * slice_tokens(work.length, work.strategy.sequence)
     chunk = loss_tokens(work.model.vocabulary_size)
     return chunk if chunk < tokens else 0
+
+
+def loss_chunk_tokens(work: Workload) -> int:
+    """Return the tokens for which the trainer computes logits and loss at a time; 0: for all at once."""
+    return _chunk(work)
 
 
 def _logit_bytes(work: Workload, moment: Moment) -> int:
@@ -720,6 +756,7 @@ def _logit_bytes(work: Workload, moment: Moment) -> int:
     sharded = work.strategy.name == "fsdp"
     family = work.model.model_type
     wide = decoder or work.autocast or family in FP32_LOSSES or (sharded and family in BIASED_LOGITS)
+    wide = wide and not work.narrow_loss
     loss = 4 if wide else width
     match moment:
         case "forward":
@@ -785,14 +822,30 @@ def _root(model: ModelFacts) -> int:
     return max(0, model.parameters - model.layers * model.block_parameters)
 
 
+def _apart(work: Workload) -> bool:
+    """Return whether FSDP gathers embeddings and head as groups of their own: those of a decoder that share no weight
+    (`finetune_trainer.strategies.fsdp_groups`).
+    """
+    decoder = work.task in ("text-generation", "preference-tuning")
+    return work.strategy.name == "fsdp" and decoder and not work.model.tied_embeddings
+
+
 def _gathered(work: Workload, moment: Moment) -> MemoryTerm | None:
-    """Return the weights that a process has whole: with fully_shard the root from forward to backward, the block that
-    computes and the prefetched one; with ZeRO-3 the largest layers.
+    """Return the weights that a process has whole: with fully_shard the root from forward to backward, or the head
+    until its gradient is reduced, the block that computes and the prefetched one, or all of its stages during a pass;
+    with ZeRO-3 the largest layers.
     """
     model, width = work.model, work.compute_bytes
+    if work.shards_stages:
+        if moment in ("load", "step"):
+            return None
+        return MemoryTerm(name="gathered blocks", bytes=width * work.held, formula=f"{width} x {work.held:,} of a pass")
     if work.strategy.name == "fsdp" and moment not in ("load", "ends", "step"):
         tensor = work.strategy.tensor
         root = _root(model) // tensor
+        if _apart(work):
+            kept = model.embedding_parameters // tensor if work.strategy.fsdp_sharding == "grad-op" else 0
+            root = kept + (0 if moment in _BACKWARD else work.head)
         blocks = 2 if moment in ("forward", *_BACKWARD) else 1
         if work.strategy.fsdp_sharding == "grad-op":
             blocks = model.layers
@@ -827,6 +880,11 @@ def _whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
     if work.adapter is not None:
         return None
     model, width = work.model, work.compute_bytes
+    if work.shards_stages:
+        if moment in ("load", "step"):
+            return None
+        # Sums over the micro-batches of a pass, in the type in which they are reduced.
+        return MemoryTerm(name="whole gradients", bytes=4 * work.held, formula=f"4 x {work.held:,} of a pass")
     if work.world.device == "cpu":
         # Those of one weight are small beside the shares that were measured; FSDP holds those of a block.
         if work.strategy.name != "fsdp":
@@ -870,7 +928,13 @@ def _fsdp_gradients(work: Workload, moment: Moment, chunked: bool) -> tuple[int,
             return each * work.head, f"{each} x {work.head:,} of the head"
         case "layers":
             block = model.block_parameters // tensor
+            if _apart(work):
+                return 4 * work.head + width * block, f"4 x {work.head:,} of the head + {width} x {block:,} of a block"
             return width * (work.head + block), f"{width} x {work.head + block:,} of the head and a block"
+        case "reduction" if _apart(work):
+            block = model.block_parameters // tensor
+            padded = int(model.block_parameters * _padded(work)) // tensor
+            return width * block + 4 * padded, f"{width} x {block:,} + 4 x {padded:,} of a block"
         case "reduction":
             block = model.block_parameters // tensor
             padded = int(model.block_parameters * _padded(work)) // tensor
@@ -878,6 +942,9 @@ def _fsdp_gradients(work: Workload, moment: Moment, chunked: bool) -> tuple[int,
             return width * (work.head + block) + 4 * padded, words
         case "ends":
             root = _root(model) // tensor
+            if _apart(work):
+                root = max(0, root - work.head)
+                return (width + 4) * root, f"{width + 4} x {root:,} of embeddings"
             return (width + 4) * root, f"{width + 4} x {root:,} of embeddings and head"
         case _:
             return None
@@ -1021,20 +1088,32 @@ def _moments(work: Workload, states: ModelStates) -> Iterator[tuple[MemoryTerm, 
 
 def _converted(work: Workload) -> Iterator[MemoryTerm]:
     """Yield the weights beside those that stay while a process converts them on its device, one after the other in the
-    type of its file, and before FSDP shards the last ones, embeddings and head.
+    type of its file, and before FSDP shards the last ones, embeddings and head, one after the other if it can.
     """
     if work.world.device == "cpu" or work.deepspeed:
         return
     model = work.model
     if work.strategy.model_ranks > 1:
-        if work.strategy.name == "fsdp":
-            more = work.held - work.held // work.shards
-            yield MemoryTerm(name="conversion", bytes=4 * more, formula=f"4 x {more:,} before they are sharded")
+        more = work.held - work.held // work.shards if work.strategy.name == "fsdp" else 0
+        words = f"4 x {more:,} before they are sharded"
+        if work.strategy.tensor > 1:
+            # Each weight is whole on the device until its slice is cut.
+            whole = max(model.vocabulary_size * model.hidden_size, largest_linear(model))
+            more, words = more + whole, f"{words} + 4 x {whole:,} of the largest weight"
+        if more:
+            yield MemoryTerm(name="conversion", bytes=4 * more, formula=words)
         return
     largest = max(model.vocabulary_size * model.hidden_size, largest_linear(model))
     width = min(4, -(-model.parameter_bytes // model.parameters))
     size, words = width * largest, f"{width} x {largest:,} of the largest weight"
-    if work.strategy.name == "fsdp":
+    if _apart(work):
+        # Both in turn: in the type of the file, and converted if that is another one.
+        trained = 4 + (width if width != 4 else 0)
+        frozen_head = width + (2 if width != 2 else 0) if work.narrow else trained
+        size = max(trained * model.embedding_parameters, frozen_head * work.head)
+        words = f"the larger one of embeddings {trained} x {model.embedding_parameters:,} and head {frozen_head} x "
+        words += f"{work.head:,}"
+    elif work.strategy.name == "fsdp":
         frozen = work.head if work.narrow and not model.tied_embeddings else 0
         size += 4 * _root(model) - 2 * frozen
         words += f" + 4 x {_root(model):,} of embeddings and head"

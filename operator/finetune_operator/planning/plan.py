@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
+from finetune_contract.arguments import compiles
 from finetune_contract.choices import Stage
 from finetune_contract.metrics import JUDGED_AFTER_TRAINING, WRITING
 from finetune_operator.api.problems import Problem
@@ -20,6 +21,7 @@ from finetune_operator.planning.adapter_sizes import choose_adapter
 from finetune_operator.planning.alternatives import Alternative, alternatives
 from finetune_operator.planning.asynchronous_saving import choose_saving
 from finetune_operator.planning.capacity import choose_capacity
+from finetune_operator.planning.choice import is_quicker
 from finetune_operator.planning.combination_checks import check_rules
 from finetune_operator.planning.cost import cost_problems, estimate_training
 from finetune_operator.planning.draft import Draft, decided
@@ -29,13 +31,15 @@ from finetune_operator.planning.engines import choose_engine, choose_predict_eng
 from finetune_operator.planning.inference import check_inference, choose_inference, choose_optimization
 from finetune_operator.planning.inference_memory import inference_tokens
 from finetune_operator.planning.inference_processes import choose_processes, choose_tensor, choose_workers
+from finetune_operator.planning.ladder import workload
 from finetune_operator.planning.learned import correction_reasons
 from finetune_operator.planning.model_parallel_plan import check_model_parallel
 from finetune_operator.planning.network_choice import choose_network
 from finetune_operator.planning.placement import check_place, choose_launcher, choose_world
-from finetune_operator.planning.plan_types import Adaptation, Estimate, Facts, JobPlan, PlanRefused
+from finetune_operator.planning.plan_types import Adaptation, Estimate, Facts, JobPlan, PlanRefused, Recipe
 from finetune_operator.planning.planned_devices import with_planned_device, with_sufficient_memory
 from finetune_operator.planning.precision_choice import choose_precision
+from finetune_operator.planning.recipe import recipe_of
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
 from finetune_operator.planning.script import SCRIPT, choose_script
 from finetune_operator.planning.sequence_plan import check_sequence
@@ -138,16 +142,32 @@ def misfits(job: FineTuneJob, facts: Facts, settings: Settings) -> tuple[Problem
 
 
 def _walk_training(draft: Draft) -> Draft:
-    """Run the phases of the built-in loop. If `auto` chose fp16 and nothing compatible with it fits, retry with fp32,
-    with which layers can be split.
+    """Run the phases of the built-in loop. Where `auto` may choose fp16, fp32 is compared: layers and stages can be
+    split in it, so that it may be quicker, or the only precision that fits.
     """
     begun = _walk(draft, choose_world, choose_network, choose_precision)
+    if begun.precision != "fp16" or draft.training.precision != "auto":
+        return _walk_formed(_formed(begun))
+    plain = replace(draft, scaled=False)
+    formed = _formed(begun)
+    if _is_quicker_in_fp32(plain, formed):
+        return _walk_training(plain)
     try:
-        return _walk(_formed(begun), choose_strategy, choose_saving, check_inference)
+        return _walk_formed(formed)
     except PlanRefused:
-        if begun.precision != "fp16" or draft.training.precision != "auto":
-            raise
-    return _walk_training(replace(draft, scaled=False))
+        return _walk_training(plain)
+
+
+def _walk_formed(formed: Draft) -> Draft:
+    return _walk(formed, choose_strategy, choose_saving, check_inference)
+
+
+def _is_quicker_in_fp32(plain: Draft, in_fp16: Draft) -> bool:
+    try:
+        in_fp32 = _formed(_walk(plain, choose_world, choose_network, choose_precision))
+    except PlanRefused:
+        return False
+    return is_quicker(in_fp32, in_fp16)
 
 
 def _formed(draft: Draft) -> Draft:
@@ -256,6 +276,11 @@ def _no_estimate(draft: Draft) -> str:
     return "nothing is trained" if draft.script is None else "no estimate: what a program of your own does is not known"
 
 
+def _recipe(draft: Draft) -> Recipe:
+    work = workload(draft, decided(draft.strategy), decided(draft.batch).micro_batch_size)
+    return recipe_of(work, compiles(draft.training.arguments))
+
+
 def _finish(draft: Draft) -> JobPlan:
     if Stage.EVALUATE in draft.stages or Stage.PREDICT in draft.stages:
         draft = draft.because(
@@ -275,6 +300,7 @@ def _finish(draft: Draft) -> JobPlan:
         trainer=trainer_job(draft),
         deepspeed_overrides=draft.spec.parallelism.deepspeed_config,
         memory=draft.memory,
+        recipe=_recipe(draft) if draft.loops else None,
         servers=draft.inference.servers,
         network=draft.network,
         estimate=estimate,

@@ -22,6 +22,8 @@ from finetune_operator.launchers.launcher_rows import BUILT_IN, LauncherName
 PlanLauncher: TypeAlias = LauncherName | Literal["local"]
 EndpointRuntime: TypeAlias = Literal["deployment", "kserve"]
 """Kind of object that runs an endpoint's servers."""
+LossForm: TypeAlias = Literal["full", "chunked"]
+HeadForm: TypeAlias = Literal["whole", "split", "kept", "resharded"]
 
 
 class NodeDevice(Message):
@@ -97,6 +99,8 @@ class Facts:
     """True if the cluster serves the custom metrics API, which autoscalers read metrics of pods from."""
     http_routes: bool = False
     """True if the cluster serves HTTPRoutes of the Gateway API."""
+    http_scaled_objects: bool = False
+    """True if the cluster serves HTTPScaledObjects of the KEDA HTTP add-on."""
     runtime_there: EndpointRuntime | None = None
     """Runtime of the job's endpoint as deployed now; None if it is not."""
     prepared: bool = False
@@ -138,6 +142,24 @@ class MemoryEstimate(Message):
     """Host memory of all processes of one node."""
     disk_bytes: int = Field(default=0, ge=0)
     """State in files of all processes of one node."""
+
+
+class Recipe(Message):
+    """Recipe of a training. Plans and traces name it: only figures of trainings with the same recipe are compared."""
+
+    loss: LossForm
+    """`chunked` if the loss is computed for some tokens at a time, so that their logits alone are in memory."""
+    compiled: bool
+    """True if torch.compile fuses kernels."""
+    head: HeadForm
+    """Weights that score a token, during a step: on each process (`whole`), divided by rows or columns that are not
+    gathered (`split`), gathered from the forward to the backward pass (`kept`), or released between both (`resharded`).
+    """
+
+    @property
+    def text(self) -> str:
+        """Return a line for people: `loss chunked, not compiled, head kept`."""
+        return f"loss {self.loss}, {'compiled' if self.compiled else 'not compiled'}, head {self.head}"
 
 
 class Estimate(Message):
@@ -188,6 +210,8 @@ class Servers(Message):
     """Servers under full load; equal to `replicas` without an autoscaler."""
     target_requests: int | None = Field(default=None, exclude_if=lambda target: target is None)
     """Requests in flight per server that the autoscaler aims at; None: it scales by CPU use."""
+    idle_seconds: int | None = Field(default=None, ge=1, exclude_if=lambda seconds: seconds is None)
+    """Time without requests, after which all servers end, in seconds; None: servers stay."""
     requests: dict[str, str]
     """Requests of one server that have no limit; quantities by Kubernetes' names."""
     limits: dict[str, str] = Field(default_factory=dict)
@@ -227,6 +251,8 @@ class JobPlan(Message):
     deepspeed_overrides: dict[str, JsonValue] = Field(default_factory=dict)
     """`parallelism.deepspeedConfig` as the user wrote it; rendering merges it last into the DeepSpeed configuration."""
     memory: MemoryEstimate | None = None
+    recipe: Recipe | None = Field(default=None, exclude_if=lambda recipe: recipe is None)
+    """None if the built-in loop does not train."""
     servers: Servers | None = Field(default=None, exclude_if=lambda servers: servers is None)
     """None if the job has no endpoint."""
     network: NetworkPlan | None = Field(default=None, exclude_if=lambda network: network is None)

@@ -101,5 +101,5 @@ def _automatic_precision(draft: Draft, device: str, has_bf16: bool) -> tuple[Pre
     if any(problem.path == "spec.training.precision" for problem in tried):
         return "fp32", f"{device} has no units for bf16, and fp16 does not go together with what is asked for"
     if not draft.scaled:
-        return "fp32", f"{device} has no units for bf16, and no way to spread the model in fp16 fits"
+        return "fp32", f"{device} has no units for bf16, and no form in fp16 fits or is as quick"
     return "fp16", f"{device} has units for fp16 and none for bf16; the loss is scaled, so that small gradients stay"

@@ -1,12 +1,12 @@
 """Time of one optimizer step on GPUs: computation, communication, streams of offload and the optimizer.
 
-A step takes the longer of computation and of the communication that runs beside it, and the sum of what cannot overlap:
-exchanges inside layers, reductions after the last pass, the optimizer's step, transfers to a CPU's optimizer, and the
-idle time of a pipeline. All constants have a source; the two shares of a peak that no data sheet has,
-`MATMUL_SHARE` and the bytes between products, were set with the calibration rows of published runs
+A step takes the longest of computation, its input and the communication that runs beside it, and the sum of what cannot
+overlap: exchanges inside layers, reductions after the last pass, the optimizer's step, transfers to a CPU's optimizer,
+and the idle time of a pipeline. Products take the time that their shapes reach (`product_times`). All constants have a
+source; those that no data sheet has were set with the calibration rows of published runs, as their comments say
 (`tests/planning_support/published_speed.py`), and are kept there by a test.
 
-Not counted: loading, saving, evaluation, input pipelines, imbalance between ranks.
+Not counted: loading, saving, evaluation, reading rows from storage, imbalance between ranks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,20 @@ from finetune_contract.trainer_job import Strategy
 from finetune_operator.planning.activation_shapes import activation_shape
 from finetune_operator.planning.adapter_sizes import FOUR_BIT_BYTES, PACKED_BYTES
 from finetune_operator.planning.model_parallel_plan import bubble
+from finetune_operator.planning.product_times import ProductSpeed, efficiency, products_of
 
-MATMUL_SHARE = 0.47
-"""Share of the dense 16-bit peak in matrix products of a step. Calibration: torchtitan's Llama 3.1 8B on 8 H100 takes
-150 us a token and GPU compiled and 174 us eager; 115 us of both are these products, once the terms below are taken off.
+MATMUL_SHARE = 0.48
+"""Share of the dense 16-bit peak in large matrix products of a step (`product_times` has the small ones). Calibration:
+torchtitan's Llama 3.1 8B on 8 H100 takes 150 us a token and GPU compiled and 174 us eager; 115 us of both are these
+products, once the terms below are taken off. Assumed for other chips without a share of their own.
 """
-FP8_SHARE = 0.30
+A100_MATMUL_SHARE = 0.71
+"""Share on an A100, whose power allows more of its lower peak. Calibration: Qwen 7B with LoRA on one A100, rows of 512
+to 8,192 tokens.
+"""
+A100_CAPABILITY = "8.0"
+"""Compute capability of the A100 and the chips cut from it (A30, A800)."""
+FP8_SHARE = 0.305
 """Share of the fp8 peak (twice that of bf16) with torch.compile, including the conversions: a whole step is then 1.25
 times as fast as in bf16, as torchao measured with 8 billion parameters on 8 GPUs.
 """
@@ -32,14 +40,14 @@ FP8_EAGER_SHARE = 0.14
 """Share without torch.compile: 0.7 of the speed in bf16. Each tensor is read and written several times to be rounded;
 on an H100 two layers took 1.4 times as long as in bf16 (pytorch/ao, issue 2262).
 """
-TF32_SHARE = MATMUL_SHARE
-"""Share of the TF32 peak, which is half of the 16-bit peak, as factors are twice as wide: assumed to be as large."""
 FP32_SHARE = 0.6
 """Share of the plain fp32 peak; it is higher, as there are no matrix units that wait for data."""
 ATTENTION_SHARE = 0.32
 """Share of the 16-bit peak in fused attention, forward and backward together: FlashAttention-2, which torch has,
 reaches at most 335 of an H100's 989 TFLOP/s (Dao, "FlashAttention-2", 2023, figure 7).
 """
+A100_ATTENTION_SHARE = 0.6
+"""Share on an A100: 189 of 312 TFLOP/s with a causal mask and heads of 128 (the same, figure 4)."""
 MEMORY_SHARE = 0.8
 """Share of a memory's bandwidth that kernels over large tensors reach, as copies do on an A100 and an H100."""
 RMS_NORM_BYTES, GATE_BYTES = 100.0, 10.0
@@ -61,9 +69,24 @@ LOGIT_BYTES = 30
 """Bytes for each logit: written in 16 bits, converted to fp32, read for the softmax, and its gradient likewise."""
 KERNELS_OF_A_LAYER = 167
 """Kernels of one layer's forward and backward pass: some 2,000 for a 12-layer encoder. A third of them compiled."""
-LAUNCH_SECONDS = 6e-6
+GATED_KERNELS_OF_A_LAYER = 219
+"""Kernels of a layer of Llama and its kin: 1.31 times those of BERT (152 and 116 operations of torch 2.15, without
+views, counted under autocast).
+"""
+ADAPTER_KERNELS = 29
+"""Kernels that an adapter with dropout adds to a linear layer: 20 of those operations (peft 0.21)."""
+ADAPTER_BYTES = 13.0
+"""Bytes that the eager kernels of an adapter's forward pass read and write for a token, for each element of the inputs
+and outputs of a linear layer: the input is converted to fp32, which the adapter's weights have, and back, and read
+(14); the adapter's output is written, scaled and added (12). Products of so small a rank take no more than that.
+"""
+REPEATED_LAUNCHES = 1.9
+"""Factor of the host's time with full recomputation, which has hooks on each saved tensor: 1.9 for Llama and 2.0 with
+LoRA, measured on a CPU with layers so narrow (64) that nothing else counts.
+"""
+LAUNCH_SECONDS = 6.8e-6
 """Time to launch a kernel from Python: 5 to 10 us. Launches run ahead of the GPU, so they count where they take longer
-than the kernels.
+than the kernels. Calibration: Qwen 7B with LoRA, rows of 256 tokens, 4.7 ms a layer with recomputation.
 """
 HOOK_SECONDS: dict[str, float] = {
     "single": 0.0,
@@ -106,12 +129,22 @@ NETWORK_SHARE = 0.8
 """Share of a network's bandwidth that collectives reach: nccl-tests over EFA and InfiniBand show 75 to 90 %."""
 HOST_SHARE = 0.75
 """Share of PCIe's bandwidth in copies from page-locked memory: 24 of 32 GB/s."""
+HIDING_SHARE = 0.5
+"""Share of the computation that copies from and to the host hide behind. Assumed: no measurement is known. A module's
+kernels wait for its weights, so that launches do not run ahead, and a form with offload that looks as quick as one
+without is not to be chosen.
+"""
 UPLINK_GPUS = 2
 """GPUs that share one uplink to the host on boards with 8 of them (block diagrams of DGX A100 and H100)."""
 HOP_SECONDS = 8e-6
 """Latency of a message between nodes, of which a ring collective waits for one for each node."""
 LINK_SECONDS = 1.5e-6
 """Latency of a message between GPUs of a node."""
+ROW_SECONDS, TOKEN_SECONDS = 6e-6, 5e-9
+"""Time of a CPU core to read a prepared row and put it into a batch, for each row and each token of it: 5 to 15 us for
+rows of 30 to 1,900 tokens of classification and generation, measured on one core with rows in the page cache. Reading
+them from storage is not counted: its speed is not known, and rows are 8 bytes a token at most.
+"""
 CPU_ADAM_SECONDS = 0.25e-9
 """Time of DeepSpeed's CPU Adam for a parameter on a node with `CPU_ADAM_CORES` cores or more, bound by host memory:
 2.57 s for 10 billion (Ren et al., "ZeRO-Offload", 2021, table 4).
@@ -145,6 +178,10 @@ class Machine:
     cores_per_node: int
     tf32_flops: float = 0.0
     """Peak of products in TF32; 0: the GPU has none."""
+    units: int = 0
+    """Multiprocessors of one GPU; 0: unknown."""
+    matmul_share: float = MATMUL_SHARE
+    attention_share: float = ATTENTION_SHARE
 
     @property
     def link_rate(self) -> float:
@@ -175,6 +212,13 @@ class Machine:
         return parameter_seconds * max(1.0, CPU_ADAM_CORES / self.cores_per_node)
 
 
+def kernel_shares(capability: str) -> dict[str, float]:
+    """Return the fields of a machine with the shares of the peak that its GPUs reach, by their compute capability."""
+    if capability == A100_CAPABILITY:
+        return {"matmul_share": A100_MATMUL_SHARE, "attention_share": A100_ATTENTION_SHARE}
+    return {"matmul_share": MATMUL_SHARE, "attention_share": ATTENTION_SHARE}
+
+
 @dataclass(frozen=True)
 class StepWork:
     """Operations and messages of one step."""
@@ -199,11 +243,19 @@ class StepWork:
     """True if each token has logits over the vocabulary."""
     added: int = 0
     """Parameters of an adapter and of the head's initial state, beside the model's own."""
+    adapted: int = 0
+    """Linear layers that an adapter goes into, over all blocks."""
+    adapted_width: int = 0
+    """Sum of their inputs and outputs."""
+    adapter_bytes: float = ADAPTER_BYTES
+    """Bytes a token for each element of `adapted_width`; that of this project's trainer by default."""
     four_bit: int = 0
     """Frozen weights in 4 bits."""
     chunked_loss: bool = False
     """True if the loss is computed for some tokens at a time: the head's products are computed twice."""
     compiled: bool = False
+    loader_workers: int = 0
+    """Processes that read batches beside the training; 0: the training's own process does."""
     causal: bool = False
     """True if attention skips the half of the scores that a causal mask hides."""
     secondary_shards: int = 1
@@ -258,13 +310,15 @@ class StepTime:
     """Idle time of a pipeline."""
     stepping: float = 0.0
     """Step of the optimizer."""
+    waiting: float = 0.0
+    """Part of reading rows and collating batches that computation does not hide."""
     exchanged_bytes: float = 0.0
     """Bytes that one process sends to exchange heads for tokens."""
 
     @property
     def total(self) -> float:
         """Return the seconds of the step."""
-        return self.computing + self.sending + self.streaming + self.exchanging + self.idle + self.stepping
+        return sum(seconds for _, seconds in self.parts())
 
     def share(self, seconds: float) -> str:
         """Return a part's share of the total as text."""
@@ -284,6 +338,7 @@ class StepTime:
             ("copies from and to the host", self.streaming),
             ("idle pipeline", self.idle),
             ("optimizer", self.stepping),
+            ("wait for data", self.waiting),
         )
 
 
@@ -307,47 +362,74 @@ def pass_seconds(work: StepWork, machine: Machine) -> float:
     repeats what lies between the products.
     """
     strategy, model = work.strategy, work.model
-    mode = strategy.activation_checkpointing
-    again = 4 / 3 if mode == "full" else 1.0 + work.recomputed_products / 3 if mode == "selective" else 1.0
+    full = strategy.activation_checkpointing == "full"
     split = strategy.model_ranks
-    products = _product_seconds(work, machine, again) / split
-    attention = 12 * model.layers * model.hidden_size * work.length * work.tokens * (4 / 3 if mode == "full" else 1)
+    attention = 12 * model.layers * model.hidden_size * work.length * work.tokens * (4 / 3 if full else 1)
     fused = activation_shape(model.model_type).fused_attention and model.fused_attention
     if work.causal and fused:
         attention /= 2
-    peak = machine.fp32_flops * FP32_SHARE if work.precision == "fp32" else machine.half_flops * ATTENTION_SHARE
-    seconds = products + attention / peak / split
+    in_fp32 = work.precision == "fp32"
+    peak = machine.fp32_flops * FP32_SHARE if in_fp32 else machine.half_flops * machine.attention_share
+    seconds = _product_seconds(work, machine) / split + attention / peak / split
     if machine.memory:
-        passes = 3 if mode == "none" else 4
+        passes = 3 if strategy.activation_checkpointing == "none" else 4
         moved = _elementwise_bytes(work, passes, fused) + _weight_bytes_moved(work)
         seconds += moved / (machine.memory * MEMORY_SHARE)
-    kernels = KERNELS_OF_A_LAYER * model.layers * again / (3 if work.compiled else 1)
+    return max(seconds, _host_seconds(work))
+
+
+def _repeated(work: StepWork) -> float:
+    """Return the share of the blocks' products that activation checkpointing repeats."""
+    match work.strategy.activation_checkpointing:
+        case "full":
+            return 1.0
+        case "selective":
+            return work.recomputed_products
+        case "none":
+            return 0.0
+
+
+def _host_seconds(work: StepWork) -> float:
+    """Return the seconds in which the host launches the kernels of one pass and runs a strategy's hooks."""
+    strategy, layers, repeated = work.strategy, work.model.layers, _repeated(work)
+    of_layer = GATED_KERNELS_OF_A_LAYER if _is_gated(work.model) else KERNELS_OF_A_LAYER
+    kernels = of_layer * layers + ADAPTER_KERNELS * work.adapted
+    kernels *= (1 + repeated * (REPEATED_LAUNCHES - 1)) / (3 if work.compiled else 1)
+    hooks = HOOK_SECONDS[strategy.sharding] * layers * (1 + repeated / 3)
     pipeline = 1 if strategy.pipeline is None else strategy.pipeline.degree
-    hooks = HOOK_SECONDS[strategy.sharding] * model.layers * again
-    return max(seconds, (kernels * LAUNCH_SECONDS + hooks) / pipeline)
+    return (kernels * LAUNCH_SECONDS + hooks) / pipeline
 
 
-def _product_seconds(work: StepWork, machine: Machine, again: float) -> float:
+def _product_seconds(work: StepWork, machine: Machine) -> float:
     """Return the seconds of the matrix products of one pass over all layers."""
     matrix = matrix_parameters(work.model, work.tied_head)
     head = work.model.vocabulary_size * work.model.hidden_size if work.scores_vocabulary else 0
     # Blocks with their adapters, and the head, which is neither repeated nor in fp8.
     blocks = max(0, matrix - head)
     trained = work.added or min(blocks, max(0, work.trained - head))
-    operations = (4 * (blocks + work.added) + 2 * trained) * again * work.tokens
+    rate, width = _product_rate(work, machine)
+    speed = ProductSpeed(rate, machine.memory * MEMORY_SHARE, machine.units)
+    reached = efficiency(products_of(work.model), work.tokens, speed, width, work.strategy.tensor)
+    passing = (4 + 2 * _repeated(work)) * (blocks + work.added) * work.tokens / rate / reached.passing
+    gradients = 2 * trained * work.tokens / rate / (1 if work.added else reached.weights)
     of_head = ((6 if work.chunked_loss else 4) * head + 2 * min(head, work.trained)) * work.tokens
-    half = machine.half_flops * MATMUL_SHARE
+    # The head is not in fp8.
+    of_fp8 = work.precision == "fp8"
+    return passing + gradients + of_head / (machine.half_flops * machine.matmul_share if of_fp8 else rate)
+
+
+def _product_rate(work: StepWork, machine: Machine) -> tuple[float, int]:
+    """Return the operations a second of large products in the blocks, and the bytes of an element."""
     match work.precision:
         case "fp32" if work.tf32 and machine.tf32_flops:
             # Not attention: torch's fused kernels for fp32 do not follow the setting.
-            return (operations + of_head) / (machine.tf32_flops * TF32_SHARE)
+            return machine.tf32_flops * machine.matmul_share, 4
         case "fp32":
-            return (operations + of_head) / (machine.fp32_flops * FP32_SHARE)
+            return machine.fp32_flops * FP32_SHARE, 4
         case "fp8":
-            share = FP8_SHARE if work.compiled else FP8_EAGER_SHARE
-            return operations / (2 * machine.half_flops * share) + of_head / half
+            return 2 * machine.half_flops * (FP8_SHARE if work.compiled else FP8_EAGER_SHARE), 1
         case _:
-            return (operations + of_head) / half
+            return machine.half_flops * machine.matmul_share, 2
 
 
 def _elementwise_bytes(work: StepWork, passes: int, fused: bool) -> float:
@@ -357,6 +439,7 @@ def _elementwise_bytes(work: StepWork, passes: int, fused: bool) -> float:
     # Split layers share the feed-forward width; the hidden width is whole on each tensor rank.
     norms = hidden * model.hidden_size / (strategy.tensor if work.split_norms else 1)
     of_layer = norms + feed_forward * model.intermediate_size / strategy.tensor
+    of_layer += work.adapter_bytes * work.adapted_width / model.layers / strategy.tensor
     if not fused:
         of_layer += SCORE_BYTES * model.attention_heads * work.length / strategy.tensor
     stages = 1 if strategy.pipeline is None else strategy.pipeline.degree
@@ -368,11 +451,16 @@ def _elementwise_bytes(work: StepWork, passes: int, fused: bool) -> float:
 
 def _eager_bytes(model: ModelFacts) -> tuple[float, float]:
     """Return the bytes that eager kernels move for each element of the hidden and of the feed-forward width."""
-    shape = activation_shape(model.model_type)
-    # Llama's norm is several kernels in transformers; it keeps its normalised input, too.
-    if shape.norm_inputs > 2:
+    if _is_gated(model):
         return RMS_NORM_BYTES, GATE_BYTES
-    return LAYER_NORM_BYTES, ACTIVATION_BYTES * shape.feed_forward
+    return LAYER_NORM_BYTES, ACTIVATION_BYTES * activation_shape(model.model_type).feed_forward
+
+
+def _is_gated(model: ModelFacts) -> bool:
+    """Return whether the layers are like Llama's, whose norm is several kernels in transformers, and keeps its
+    normalised input.
+    """
+    return activation_shape(model.model_type).norm_inputs > 2
 
 
 def _weight_bytes_moved(work: StepWork) -> float:
@@ -450,6 +538,8 @@ def _sending(work: StepWork, machine: Machine, computing: float) -> float:
     held, trained = work.held_bytes(work.width) / split, work.trained / split
     last_backward = computing / micros * 2 / 3
     rate = machine.ring_rate
+    if strategy.name == "fsdp" and strategy.pipeline is not None:
+        return _gathering_stages(work, machine, computing, held, trained)
     if strategy.name == "fsdp" or strategy.zero_stage == 3:
         return _gathering(work, machine, computing, held, trained)
     if strategy.name == "deepspeed" and strategy.zero_stage in (1, 2):
@@ -480,9 +570,7 @@ def _gathering(work: StepWork, machine: Machine, computing: float, held: float, 
     """Return the seconds of ZeRO-3's and fsdp's gathers and reductions that computation does not hide; `held`: bytes of
     the weights, `trained`: their number.
     """
-    strategy, layers = work.strategy, work.model.layers
-    # A pipeline keeps its weights gathered and reduces once a step, as torchtitan does.
-    micros = work.accumulation if strategy.pipeline is None else 1
+    strategy, layers, micros = work.strategy, work.model.layers, work.accumulation
     hybrid = strategy.fsdp_sharding == "hybrid"
     inside = machine.link_rate
     rate = inside if hybrid else machine.ring_rate if strategy.model_ranks == 1 else _replica_rate(machine)
@@ -501,6 +589,22 @@ def _gathering(work: StepWork, machine: Machine, computing: float, held: float, 
         nodes = machine.nodes
         between = 2 * trained * 4 / machine.gpus_per_node * (nodes - 1) / nodes / (machine.network * NETWORK_SHARE)
     return max(ends, total - computing) + between
+
+
+def _gathering_stages(work: StepWork, machine: Machine, computing: float, held: float, trained: float) -> float:
+    """Return the seconds of fsdp's gathers and reductions over the stages of a pipeline that computation does not hide.
+
+    A stage gathers its weights once a pass, while it computes the first micro-batch; the next stage begins after that.
+    It reduces its gradients after the last micro-batch, when nothing is left to compute; the first stage is the last.
+    """
+    pipeline = work.strategy.pipeline
+    assert pipeline is not None
+    layers, ranks, rate = max(1, work.model.layers // pipeline.degree), work.data_ranks, _replica_rate(machine)
+    share, forward = (ranks - 1) / ranks, computing / work.accumulation / 3
+    gathering = share * held / rate + layers * machine.latency
+    reducing = share * trained * work.reduced_bytes / rate + layers * machine.latency
+    passes = max(1, work.accumulation // pipeline.micro_batches)
+    return passes * (pipeline.degree * max(gathering / layers, gathering - forward) + reducing)
 
 
 # --------------------------------------------------------------------------------------------------- optimizer, offload
@@ -547,7 +651,7 @@ def _streaming(work: StepWork, machine: Machine, computing: float) -> float:
         weights = 2 * micros * held / machine.host_rate
         if strategy.offload_parameters == "nvme":
             weights = max(weights, 2 * micros * held * machine.gpus_per_node / DISK_BYTES)
-    return max(0.0, max(weights, gradients) - computing)
+    return max(0.0, max(weights, gradients) - computing * HIDING_SHARE)
 
 
 def time_of_step(work: StepWork, machine: Machine) -> StepTime:
@@ -564,5 +668,17 @@ def time_of_step(work: StepWork, machine: Machine) -> StepTime:
         exchanging=exchanging,
         idle=(computing + exchanging) * share / (1 - share),
         stepping=stepping,
+        waiting=_waiting(work, computing),
         exchanged_bytes=sent,
     )
+
+
+def _waiting(work: StepWork, computing: float) -> float:
+    """Return the seconds of a step's input that computation does not hide. Without workers, the host reads between
+    launches of kernels; while it does, the GPU computes what was launched before.
+    """
+    rows = work.micro_rows * work.accumulation
+    reading = rows * (ROW_SECONDS + TOKEN_SECONDS * work.row_tokens)
+    if work.loader_workers:
+        return max(0.0, reading / work.loader_workers - computing)
+    return max(0.0, reading + work.accumulation * _host_seconds(work) - computing)

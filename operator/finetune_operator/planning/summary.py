@@ -118,6 +118,7 @@ def _training(plan: JobPlan, training: Training) -> tuple[Row, ...]:
         Row("batch", batch_arithmetic(training.batch)),
         Row("steps", f"{training.max_steps:,}", f"{training.steps_per_epoch:,} an epoch"),
         Row("precision", training.precision),
+        *(() if plan.recipe is None else (Row("recipe", plan.recipe.text),)),
         *_adapter(plan, training.adapter),
         Row("optimizer", training.optimizer, f"learning rate {training.learning_rate:g}, {training.scheduler}"),
         Row("checkpoints", f"every {every}", f"{schedule.keep} kept{beside}"),

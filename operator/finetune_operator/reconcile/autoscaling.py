@@ -41,7 +41,9 @@ def autoscaler_view(value: Mapping[str, JsonValue]) -> AutoscalerView | None:
 def has_autoscaler(job: JobView) -> bool:
     """Return whether servers run whose number an autoscaler sets."""
     endpoint = None if job.job is None else job.job.spec.endpoint
-    return endpoint is not None and (endpoint.max_replicas or 0) > endpoint.replicas and are_serving(job)
+    if endpoint is None or endpoint.idle is not None:
+        return False
+    return (endpoint.max_replicas or 0) > endpoint.replicas and are_serving(job)
 
 
 def with_autoscaler(state: ReconcileState, servers: EndpointView | None) -> ReconcileState:

@@ -46,6 +46,7 @@ from finetune_operator.reconcile.endpoint_takeover import (
     with_takeover,
     without_service,
 )
+from finetune_operator.reconcile.idle_state import idle_details, idle_readiness, is_idle, with_idle
 from finetune_operator.reconcile.planned import context, plan_now, plan_status, problems_text
 from finetune_operator.reconcile.reconcile_state import Readiness, ReconcileState, Stalled, reference
 from finetune_operator.reconcile.reconcile_types import EndpointView, ObjectRef
@@ -53,6 +54,7 @@ from finetune_operator.reconcile.results import with_report
 from finetune_operator.reconcile.route_state import route_details, with_route
 from finetune_operator.reconcile.status import condition
 from finetune_operator.rendering.endpoint_objects import (
+    IDLE_SCALING,
     OPTIONAL_KINDS,
     ROUTE,
     RUNTIMES,
@@ -110,7 +112,7 @@ def remove_endpoint(state: ReconcileState) -> ReconcileState:
     # The servers' owners are deleted last: as long as they exist, the objects before them are looked for again.
     names = JobNames.of(state.job.name)
     beside = [ObjectRef(*kind, names.endpoint) for kind in SHARED_KINDS if kind != SERVICE_KIND]
-    beside.extend(_route(state))
+    beside.extend((*_route(state), *_idle_scaling(state)))
     if taken_by is None:
         beside.append(ObjectRef(*SERVICE_KIND, names.endpoint_service(None if history is None else history.name)))
     return state.with_actions(remove=(*beside, *(ref for one in servers for ref in _revision_objects(state, one))))
@@ -244,6 +246,12 @@ def _route(state: ReconcileState) -> tuple[ObjectRef, ...]:
     return (ObjectRef(*ROUTE, JobNames.of(state.job.name).endpoint),) if state.observed.http_routes else ()
 
 
+def _idle_scaling(state: ReconcileState) -> tuple[ObjectRef, ...]:
+    """Return the HTTPScaledObject that the endpoint may have; nothing where that kind is not served."""
+    served = state.observed.http_scaled_objects
+    return (ObjectRef(*IDLE_SCALING, JobNames.of(state.job.name).endpoint),) if served else ()
+
+
 def _with_stall(state: ReconcileState, reason: str, message: str) -> ReconcileState:
     before = condition(state.job.status, "Stalled")
     if before is None or (before.reason, before.message) != (reason, message):
@@ -282,6 +290,7 @@ def _applied(
     names, kinds = JobNames.of(state.job.name), {(one["apiVersion"], one["kind"]) for one in objects.manifests}
     unwanted = tuple(ObjectRef(*kind, names.endpoint) for kind in OPTIONAL_KINDS if kind not in kinds)
     unwanted = unwanted if ROUTE in kinds else (*unwanted, *_route(state))
+    unwanted = unwanted if IDLE_SCALING in kinds else (*unwanted, *_idle_scaling(state))
     name = f"{RUNTIMES[objects.runtime][1]} {names.servers(rolled.target)}"
     if rolled.serving is None and servers is None:
         state, unwanted = state.with_event("StageStarted", f"Stage serve runs as {name}."), ()
@@ -336,7 +345,7 @@ def _with_conditions(state: ReconcileState) -> ReconcileState:
     readiness = _readiness(state, url)
     serving = None if status is None else view_of(state, status.revision)
     state = with_canary_problem(state, None if state.job.status.endpoint is None else state.job.status.endpoint.canary)
-    state = with_route(with_autoscaler(state, serving), serving)
+    state = with_idle(with_route(with_autoscaler(state, serving), serving), serving)
     state = state.requeue(volume_deadline(state)).with_findings(readiness=readiness)
     if not readiness.ready:
         state = state.with_findings(waiting=readiness.message, waiting_reason=readiness.reason)
@@ -352,12 +361,12 @@ def _with_conditions(state: ReconcileState) -> ReconcileState:
     if not readiness.ready and state.findings.stalled is None and target is not None and target.stuck is not None:
         state = state.with_findings(stalled=Stalled(readiness.reason, readiness.message))
     before = condition(state.job.status, "Ready")
-    was = before is not None and before.status == "True" and before.reason == "EndpointReady"
+    was = before is not None and before.status == "True" and before.reason == readiness.reason
     if readiness.ready:
         artifacts = (state.status.artifacts or ArtifactsStatus()).model_copy(update={"endpoint_url": url})
         state = state.with_status(artifacts=artifacts)
-        return state if was else state.with_event("EndpointReady", readiness.message)
-    if was:
+        return state if was else state.with_event(readiness.reason, readiness.message)
+    if before is not None and before.status == "True" and before.reason == "EndpointReady":
         return state.with_event("EndpointNotReady", readiness.message, warning=True)
     previous = (None, "") if before is None else (before.reason, before.message)
     if readiness.reason not in (WAITING, "WaitingForKServe", previous[0]) and state.findings.stalled is None:
@@ -378,6 +387,8 @@ def _readiness(state: ReconcileState, url: str) -> Readiness:
             f"The endpoint answers at {url}: {count} of revision {servers.revision} available."
             f"{_serving_details(state, servers)}{_rollout_details(state, status)}",
         )
+    if state.findings.stalled is None and servers is not None and is_idle(state, servers):
+        return idle_readiness(state, servers)
     if state.findings.stalled is not None:
         return Readiness(False, state.findings.stalled.reason, state.findings.stalled.message)
     reason, message = not_ready_reason(state)
@@ -387,7 +398,7 @@ def _readiness(state: ReconcileState, url: str) -> Readiness:
 def _serving_details(state: ReconcileState, servers: EndpointView) -> str:
     """Return sentences on KServe's own address, and on a server that does not start beside those that answer."""
     own = "" if servers.url is None else f" KServe exposes it at {servers.url}."
-    own += autoscaler_details(state, servers) + route_details(state, servers)
+    own += autoscaler_details(state, servers) + route_details(state, servers) + idle_details(state, servers)
     problem = start_problem(state, servers.revision)
     return own if problem is None else f"{own} {problem}"
 

@@ -32,7 +32,7 @@ from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 MAX_HISTORY = 5
 """Revisions kept in the history, beside those that a rollback names and those that run."""
 MESSAGE_LIMIT = 1024
-_OF_ALL_REVISIONS = {"replicas", "max_replicas", "target_requests_in_flight", "traffic", "name", "takes_over"}
+_OF_ALL_REVISIONS = {"replicas", "max_replicas", "target_requests_in_flight", "traffic", "name", "takes_over", "idle"}
 """Fields of spec.endpoint that set the number of servers, their URL and rollout; the others define a revision."""
 _REQUEST = re.compile(r"([1-9][0-9]{0,4}):([1-9][0-9]{0,4})")
 
@@ -86,9 +86,12 @@ class Rollout:
     @property
     def running(self) -> int | None:
         """Number of running servers, which an autoscaler may have chosen; also of the revision that serves, as the
-        wanted one takes over all of its requests at once.
+        wanted one takes over all of its requests at once. A revision that does not serve yet has at least one server,
+        so that it is known to start, also beside one that has none for lack of requests.
         """
-        return max((one.replicas for one in (self.target_view, self.serving) if one is not None), default=None)
+        counts = [one.replicas for one in (self.target_view, self.serving) if one is not None]
+        least = 0 if self.serving_revision == self.target else 1
+        return max((least, *counts)) if counts else None
 
 
 def content(endpoint: EndpointSpec) -> dict[str, JsonValue]:

@@ -98,6 +98,7 @@ def _facts(state: ReconcileState) -> Facts:
         kserve=state.observed.kserve,
         custom_metrics=state.observed.custom_metrics,
         http_routes=state.observed.http_routes,
+        http_scaled_objects=state.observed.http_scaled_objects,
         runtime_there=_runtime_there(state),
         prepared=_succeeded(state, Stage.PREPARE),
         predicted=_succeeded(state, Stage.PREDICT),

@@ -237,6 +237,18 @@ class RouteView:
 
 
 @dataclass(frozen=True)
+class IdleScalingView:
+    """State of the endpoint's HTTPScaledObject."""
+
+    ready: bool
+    """True if the KEDA HTTP add-on scales the servers by it."""
+    since: datetime
+    """Time of its creation."""
+    message: str = ""
+    """Reason why it does not."""
+
+
+@dataclass(frozen=True)
 class RequestCounts:
     """Requests to the model that servers have answered."""
 
@@ -328,6 +340,10 @@ class Observed:
     """True if the API server serves HTTPRoutes."""
     route: RouteView | None = None
     """HTTPRoute of the endpoint; None: there is none, or it has not been read."""
+    http_scaled_objects: bool = False
+    """True if the API server serves HTTPScaledObjects."""
+    idle_scaling: IdleScalingView | None = None
+    """HTTPScaledObject of the endpoint; None: there is none, or it has not been read."""
     autoscaler: AutoscalerView | None = None
     """Autoscaler of the endpoint; None: there is none, or its state is not known."""
     taken_by: str | None = None

@@ -1,6 +1,6 @@
 """Objects of an endpoint: a Deployment or a KServe InferenceService for each revision, beside them a Service, a
 NetworkPolicy and, with several servers, a HorizontalPodAutoscaler and a PodDisruptionBudget; an HTTPRoute if a Gateway
-leads to it.
+leads to it, and an HTTPScaledObject in place of the autoscaler if it scales to zero.
 
 A revision is a configuration of the servers (files and pod template); its number is their attempt label. The Service
 selects one revision, or two during a canary by share of servers; a canary by weight has a Service of its own. The
@@ -20,12 +20,14 @@ from pydantic import JsonValue
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import ENV_GRACE_SECONDS, SERVE_PORT
+from finetune_operator.launchers.idle_kind import IDLE_API, IDLE_KIND
 from finetune_operator.launchers.kserve_kind import AUTOSCALER_CLASS, DEPLOYMENT_MODE, KSERVE_API, KSERVE_KIND
 from finetune_operator.launchers.route_kind import ROUTE_API, ROUTE_KIND
 from finetune_operator.launchers.vllm_facts import VLLM_IN_FLIGHT
 from finetune_operator.planning.endpoint_plan import DRAIN_SECONDS
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import EndpointRuntime, JobPlan, Servers
+from finetune_operator.rendering.endpoint_idle import idle_host, idle_scaling
 from finetune_operator.rendering.endpoint_route import WHOLE, gateway_peer, route
 from finetune_operator.rendering.manifests import config_map, metadata
 from finetune_operator.rendering.network import dumped, operator_peer
@@ -59,8 +61,9 @@ REQUESTS_IN_FLIGHT = "finetune_serving_requests_in_flight"
 OPTIONAL_KINDS = (("autoscaling/v2", "HorizontalPodAutoscaler"), ("policy/v1", "PodDisruptionBudget"))
 SERVICE_KIND = ("v1", "Service")
 SHARED_KINDS = (*OPTIONAL_KINDS, ("networking.k8s.io/v1", "NetworkPolicy"), SERVICE_KIND)
-"""Kinds of objects that all revisions share, beside an HTTPRoute."""
+"""Kinds of objects that all revisions share, beside an HTTPRoute and an HTTPScaledObject."""
 ROUTE = (ROUTE_API, ROUTE_KIND)
+IDLE_SCALING = (IDLE_API, IDLE_KIND)
 RUNTIMES: Mapping[EndpointRuntime, tuple[str, str]] = {
     "deployment": ("apps/v1", "Deployment"),
     "kserve": (KSERVE_API, KSERVE_KIND),
@@ -91,7 +94,12 @@ class EndpointObjects:
 
 def endpoint_url(job: str, namespace: str, name: str | None = None) -> str:
     """Return the endpoint's URL for clients in the cluster. `name`: name of the endpoint, if not the job's."""
-    return f"http://{JobNames.of(job).endpoint_service(name)}.{namespace}.svc"
+    return f"http://{endpoint_host(job, namespace, name)}"
+
+
+def endpoint_host(job: str, namespace: str, name: str | None = None) -> str:
+    """Return the host of that URL, also for requests to the interceptor of an endpoint that scales to zero."""
+    return idle_host(JobNames.of(job).endpoint_service(name), namespace)
 
 
 def revision_digest(plan: JobPlan, context: RenderContext) -> str:
@@ -102,6 +110,8 @@ def revision_digest(plan: JobPlan, context: RenderContext) -> str:
 
 def server_count(servers: Servers, running: int | None) -> int:
     """Return the number of servers to request. `running`: number that an autoscaler requested last."""
+    if running is not None and servers.idle_seconds is not None:
+        return min(running, servers.most)
     if running is None or servers.most <= servers.replicas:
         return servers.replicas
     return min(max(running, servers.replicas), servers.most)
@@ -195,7 +205,10 @@ def _shared_objects(pods: StagePods, servers: Servers) -> tuple[Manifest, ...]:
         objects.append(route(own, traffic, {service: WHOLE}, SERVICE_PORT))
     if servers.most > 1:
         objects.append(document("server_disruption", metadata=own, selector=selector))
-    if servers.most > servers.replicas:
+    if servers.idle_seconds is not None:
+        about = (service, context.namespace, SERVICE_PORT)
+        objects.append(idle_scaling(own, servers, pods.name, about, START_SECONDS))
+    elif servers.most > servers.replicas:
         objects.append(_scaling(pods, servers, own))
     return tuple(objects)
 
@@ -247,6 +260,9 @@ def _scaling_metric(servers: Servers) -> Manifest:
 
 
 def _deployment(pods: StagePods, servers: Servers, replicas: int, annotations: Manifest) -> Manifest:
+    """Return the Deployment. With 0 replicas it has no number: the one who scaled to zero owns that field, and may
+    start a server at the same moment.
+    """
     selector: JsonValue = dict(pods.identity)
     return document(
         "server_deployment",

@@ -36,6 +36,7 @@ TemplateName: TypeAlias = (
         "server_disruption",
         "server_network",
         "server_route",
+        "server_idle",
     ]
     | LauncherName
 )

@@ -1,4 +1,4 @@
-"""Launchers, KServe, HTTPRoutes and custom metrics, as far as the API server serves them.
+"""Launchers, KServe, HTTPRoutes, HTTPScaledObjects and custom metrics, as far as the API server serves them.
 
 They are read again when a job has to be planned, at most every few seconds, so that a training operator that is
 installed later is used without a restart. No right is needed for it.
@@ -14,6 +14,7 @@ from finetune_operator.kubernetes_api.resources import (
     CUSTOM_METRICS_GROUP,
     DEPLOYMENT,
     HTTP_ROUTE,
+    HTTP_SCALED_OBJECT,
     INFERENCE_SERVICE,
     LAUNCHER_RESOURCES,
     Resource,
@@ -40,6 +41,8 @@ class Discovery:
         """True if the custom metrics API is served, by an adapter such as prometheus-adapter."""
         self.http_routes = False
         """True if HTTPRoutes of the Gateway API are served."""
+        self.http_scaled_objects = False
+        """True if HTTPScaledObjects of the KEDA HTTP add-on are served."""
         self.changed = asyncio.Event()
         """Set when the served kinds change; for one listener, which clears it."""
 
@@ -51,9 +54,9 @@ class Discovery:
         return *launchers, *((INFERENCE_SERVICE,) if self.kserve else ()), DEPLOYMENT
 
     @property
-    def endpoint_extensions(self) -> tuple[bool, bool]:
-        """APIs that an endpoint uses beside the kinds above: custom metrics and HTTPRoutes."""
-        return self.custom_metrics, self.http_routes
+    def endpoint_extensions(self) -> tuple[bool, bool, bool]:
+        """APIs that an endpoint uses beside the kinds above: custom metrics, HTTPRoutes and HTTPScaledObjects."""
+        return self.custom_metrics, self.http_routes, self.http_scaled_objects
 
     async def served_now(self) -> tuple[LauncherName, ...]:
         """Return a fresh answer. ApiError."""
@@ -76,10 +79,13 @@ class Discovery:
             http_routes = await self._kube.serves(HTTP_ROUTE)
             if http_routes != self.http_routes:
                 log.info("the API server %s HTTPRoutes", "serves" if http_routes else "no longer serves")
+            scaled = await self._kube.serves(HTTP_SCALED_OBJECT)
+            if scaled != self.http_scaled_objects:
+                log.info("the API server %s HTTPScaledObjects", "serves" if scaled else "no longer serves")
             if (served, kserve) != (self.served, self.kserve):
                 self.changed.set()
             self.served, self.kserve, self.custom_metrics = served, kserve, custom_metrics
-            self.http_routes = http_routes
+            self.http_routes, self.http_scaled_objects = http_routes, scaled
             self._read_at = time.monotonic()
 
     def outdated(self) -> None:

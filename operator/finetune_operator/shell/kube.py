@@ -14,6 +14,7 @@ Requests in use, which are those that the Roles in manifests/operator grant:
 | apps | replicasets | get | jobs | whether a pod is a server's |
 | serving.kserve.io | inferenceservices | get list watch create patch delete | jobs | servers by KServe |
 | gateway.networking.k8s.io | httproutes | get create patch delete | jobs | shares of requests during canaries |
+| http.keda.sh | httpscaledobjects | get create patch delete | jobs | scaling to zero |
 | autoscaling | horizontalpodautoscalers | get create patch delete | jobs | beside servers |
 | policy | poddisruptionbudgets | get create patch delete | jobs | beside servers |
 | "" | pods | list watch | jobs | reports, causes |

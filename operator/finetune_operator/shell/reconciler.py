@@ -23,13 +23,26 @@ from pydantic import JsonValue
 
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobStatus
-from finetune_operator.kubernetes_api.errors import ApiError, ConflictError, NotFoundError
-from finetune_operator.kubernetes_api.resources import AUTOSCALER, FINETUNE_JOB, HTTP_ROUTE, POD, Resource, resource_of
+from finetune_operator.kubernetes_api.errors import (
+    ApiError,
+    ConflictError,
+    NotFoundError,
+)
+from finetune_operator.kubernetes_api.resources import (
+    AUTOSCALER,
+    FINETUNE_JOB,
+    HTTP_ROUTE,
+    HTTP_SCALED_OBJECT,
+    POD,
+    Resource,
+    resource_of,
+)
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import LearnedRatios
 from finetune_operator.reconcile.autoscaling import autoscaler_view, has_autoscaler
 from finetune_operator.reconcile.endpoint_parts import is_due
 from finetune_operator.reconcile.endpoint_takeover import former_job, service_of, taken_by
+from finetune_operator.reconcile.idle_state import idle_scaling_view, scales_to_zero
 from finetune_operator.reconcile.learning import learned_from
 from finetune_operator.reconcile.observed import pods_being_deleted, redacted_log, wanted_logs
 from finetune_operator.reconcile.plan_checks import plan_check_of
@@ -168,6 +181,7 @@ class Reconciler:
         await self._read_stale_attempt(key, memory)
         await self._read_autoscaler(key, memory)
         await self._read_route(key, memory)
+        await self._read_idle_scaling(key, memory)
         await self._servers.refresh(job, self._state.store.pods(job.id), memory.servers, self._state.now())
         # Read without awaiting in between: a view and the version that belongs to it.
         job, version = self._state.store.job(key), self._state.store.job_version(key)
@@ -217,6 +231,8 @@ class Reconciler:
             custom_metrics=self._discovery.custom_metrics,
             http_routes=self._discovery.http_routes,
             route=memory.route.view,
+            http_scaled_objects=self._discovery.http_scaled_objects,
+            idle_scaling=memory.idle_scaling.view,
             autoscaler=memory.autoscaler.view,
             canary_reading=memory.servers.reading,
             taken_by=taken_by(job, self._others(job)) if service_of(job) is not None else None,
@@ -287,6 +303,12 @@ class Reconciler:
         wanted = job is not None and has_route(job) and self._discovery.http_routes
         works = last.view is not None and last.view.accepted
         await self._read(HTTP_ROUTE, key, last, route_view, wanted=wanted, works=works)
+
+    async def _read_idle_scaling(self, key: JobKey, memory: JobMemory) -> None:
+        job, last = self._state.store.job(key), memory.idle_scaling
+        wanted = job is not None and scales_to_zero(job) and self._discovery.http_scaled_objects
+        works = last.view is not None and last.view.ready
+        await self._read(HTTP_SCALED_OBJECT, key, last, idle_scaling_view, wanted=wanted, works=works)
 
     async def _read(
         self,

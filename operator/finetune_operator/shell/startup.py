@@ -34,6 +34,7 @@ from finetune_operator.shell.operator_metrics import Metrics
 from finetune_operator.shell.progress_server import PORT
 from finetune_operator.shell.queue import WorkQueue
 from finetune_operator.shell.reconciler import Decide, Reconciler
+from finetune_operator.shell.served_kind import wait_for_status_fields
 from finetune_operator.shell.serving import Servers
 from finetune_operator.shell.state import Measurements, OperatorState, ProgressBook, Service
 from finetune_operator.shell.store import Store
@@ -151,6 +152,7 @@ class Operator:
                 return
 
     async def _lead(self) -> None:
+        await wait_for_status_fields(self.state.kube)
         await self._syncer.fill("start")
         if self._leader is not None:
             await self._leader.run()

@@ -85,7 +85,8 @@ class Syncer:
     async def launchers(self) -> None:
         """Requeue jobs that have not begun when the served kinds change, for ever: a training operator may be installed
         while they are suspended, or after they were refused for lack of it. Likewise endpoints that scale by custom
-        metrics or lead requests by an HTTPRoute, once these are served. Discovery runs only while there are such jobs.
+        metrics, lead requests by an HTTPRoute or scale to zero, once these are served. Discovery runs only while there
+        are such jobs.
         """
         known = self._discovery.resources, self._discovery.endpoint_extensions
         while True:
@@ -111,12 +112,17 @@ class Syncer:
                     self._state.queue.add(key)
 
     def _lacks_extension(self, job: JobView) -> bool:
-        """Return whether the job's endpoint would use custom metrics or an HTTPRoute, which are not served."""
+        """Return whether the job's endpoint would use an API that is not served."""
         spec = None if job.job is None else job.job.spec
         if spec is None or spec.endpoint is None:
             return False
-        scales, routes = spec.endpoint.target_requests_in_flight is not None, spec.routed_traffic is not None
-        return (scales and not self._discovery.custom_metrics) or (routes and not self._discovery.http_routes)
+        wanted = (
+            spec.endpoint.target_requests_in_flight is not None and spec.endpoint.idle is None,
+            spec.routed_traffic is not None,
+            spec.endpoint.idle is not None,
+        )
+        served = self._discovery.endpoint_extensions
+        return any(uses and not there for uses, there in zip(wanted, served, strict=True))
 
     def _resources(self) -> tuple[Resource, ...]:
         return FINETUNE_JOB, POD, *self._discovery.resources

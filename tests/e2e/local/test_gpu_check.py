@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from gpu_check.gpu_jobs import BY_MEMORY, SMALL, WAYS, size_of
 from gpu_check.gpu_kernels import KERNELS
+from gpu_check.gpu_nodes import Nodes, together
 from gpu_check.gpu_report import Result, SkippedError, as_markdown, checked
 from suite_plugins.patience import patient
 
@@ -63,6 +65,49 @@ def test_a_failed_way_is_reported_and_ends_with_1(tmp_path: Path) -> None:
     (result,) = results
     assert result["outcome"] == "failed"
     assert str(tmp_path / "runs") in result["reason"]
+
+
+@pytest.mark.slow
+def test_first_of_two_nodes_reports_links_and_trainings_of_both(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        first = f"127.0.0.1:{probe.getsockname()[1]}"
+    limits = ("--minutes", str(patient(10)), "--seconds", str(patient(500)))
+    command = [sys.executable, "-m", "gpu_check", "--small", *limits, "--out", str(tmp_path), "--first", first]
+    command += ["--nodes", "2", "--only", "links", "trainings", "--ways", "single"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    nodes = [subprocess.Popen([*command, "--node", str(node)], env=environment) for node in range(2)]
+    assert [node.wait(patient(600)) for node in nodes] == [0, 0]
+    report = json.loads((tmp_path / "gpu-check.json").read_text(encoding="utf-8"))
+    assert report["machine"]["nodes"].startswith("2 nodes alike")
+    results = {each["name"]: each for each in report["results"]}
+    assert {name: each["outcome"] for name, each in results.items()} == {
+        "all-reduce": "ok",
+        "single": "ok",
+        "ddp over nodes": "ok",
+        "fsdp over nodes": "ok",
+        "fsdp in nodes, copies between them": "skipped",
+    }
+    assert (results["all-reduce"]["figures"]["nodes"], results["all-reduce"]["figures"]["processes"]) == (2, 4)
+    assert [results[name]["figures"]["processes"] for name in ("ddp over nodes", "fsdp over nodes")] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "problem"),
+    [
+        (Nodes(), None),
+        (Nodes(2, 1, "10.0.0.1:29400"), None),
+        (Nodes(2, 2, "10.0.0.1:29400"), "--node is 2, and --nodes 2: number them from 0 to 1."),
+        (Nodes(2, 0, "10.0.0.1"), "--first is '10.0.0.1': several nodes need the first one's host:port."),
+    ],
+)
+def test_position_of_a_node_is_checked(nodes: Nodes, problem: str | None) -> None:
+    assert nodes.problem() == problem
+
+
+def test_facts_of_nodes_are_compared() -> None:
+    assert together({"0": "a", "1": "a"}, 2) == "2 nodes alike: a"
+    assert together({"0": "a", "1": "b"}, 2) == "node 0: a; node 1: b"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")

@@ -116,7 +116,7 @@ def allows_tf32(precision: Precision, arguments: Mapping[str, object]) -> bool:
 
 def needs_whole_logits(arguments: Mapping[str, object]) -> bool:
     """Return whether `training.arguments` keep a decoder from computing its loss in chunks."""
-    return compiles(arguments) or bool(arguments.get("use_liger_kernel"))
+    return bool(arguments.get("use_liger_kernel"))
 
 
 @dataclass(frozen=True)

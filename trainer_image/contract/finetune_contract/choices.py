@@ -29,8 +29,15 @@ LENGTH_GROUPED_TASKS: tuple[Task, ...] = ("text-classification",)
 """Tasks where all rows of a step have similar length by default, which saves padding. Not tasks that learn each token,
 or a position: short and long rows differ in content there, and steps of only short rows learn worse.
 """
-SMOOTHED_TASKS: tuple[Task, ...] = ("text-classification", "token-classification", "masked-lm")
-"""Tasks whose labels can be smoothed: each is one class, at the place of its logits."""
+SMOOTHED_TASKS: tuple[Task, ...] = (
+    "text-classification",
+    "token-classification",
+    "text-generation",
+    "summarization",
+    "translation",
+    "masked-lm",
+)
+"""Tasks whose labels can be smoothed: each label is one class, or one token of the vocabulary."""
 LabelForm: TypeAlias = Literal["single_label_classification", "multi_label_classification", "regression"]
 """Forms of labels, named as `problem_type` of a model's config."""
 StrategyName: TypeAlias = Literal["single", "ddp", "fsdp", "deepspeed"]

@@ -152,15 +152,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         rule="cannot be combined with spec.parallelism.strategy fsdp, which divides all state over the replicas",
         hint="leave it out, or set spec.parallelism.strategy to ddp",
     ),
-    # Replicas of stages wait for each other for ever, with some models (torch 2.15, gloo).
-    Constraint(
-        "fsdp-shards-no-stages",
-        "parallelism.strategy",
-        when=(none_of("pipeline", 1),),
-        needs=(none_of("strategy", "fsdp"),),
-        rule="cannot be fsdp with spec.parallelism.pipeline.degree above 1",
-        hint="set it to ddp or auto, or set pipeline.degree to 1",
-    ),
     Constraint(
         "spread-models-shard-over-all-replicas",
         "parallelism.sharding",

@@ -10,6 +10,8 @@ from functools import cache
 from heapq import heapreplace
 from importlib import resources
 
+from finetune_contract.choices import Task
+
 AVERAGED_ELEMENTS = 25_000_000
 """Gradient elements that replicas of a sharded model average in one message: few messages, and 100 MB of fp32 beside
 the gradients.
@@ -41,6 +43,16 @@ def loss_tokens(vocabulary_size: int) -> int:
     """Return the most tokens whose logits the loss of a decoder's training has at a time."""
     return max(1, LOSS_LOGITS // vocabulary_size)
 
+
+def chunks_loss(*, tensor: int, staged: bool, plain: bool) -> bool:
+    """Return whether a decoder's training may compute its loss for some tokens after the others: not over the stages of
+    a pipeline, and over `tensor` processes that divide the vocabulary only if `plain`, the mean over unsmoothed labels.
+    """
+    return not staged and (tensor == 1 or plain)
+
+
+CHUNKED_LOSS_TASKS: tuple[Task, ...] = ("text-generation", "preference-tuning")
+"""Tasks whose loss is computed from the log-likelihoods of tokens, for some tokens after the others."""
 
 CHUNKED_LOSS_FAMILIES = (
     "bloom",
@@ -74,6 +86,11 @@ pipeline for these alone. Others are inspected when they are to be split.
 SEQUENCE_FAMILIES = ("gemma", "gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """Values of a config's `model_type` whose rows are known to split into slices of tokens. Others are inspected when
 theirs are to be split.
+"""
+
+SLICED_NORM_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Values of a config's `model_type` of decoders whose norms, under tensor parallelism without a pipeline, compute a
+slice of the tokens on each process.
 """
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune_contract.inference_settings import Generation
-from finetune_trainer.serving.request_rows import MAX_NEW_TOKENS, RequestError, Row
+from finetune_trainer.serving.request_rows import MAX_NEW_TOKENS, RequestError, Row, whole_number
 
 _WORD = re.compile(r"\w+|[^\w\s]")
 
@@ -67,7 +67,7 @@ def generation_of(base: Generation, parameters: Mapping[str, Any]) -> Generation
         "top_p": ((int, float), 1e-6, 1),
     }
     for name, (kind, least, most) in rules.items():
-        value = parameters.get(name)
+        value = whole_number(parameters.get(name)) if kind is int else parameters.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
@@ -98,7 +98,7 @@ def answer_of(
 
 
 def _top_k(parameters: Mapping[str, Any]) -> int | None:
-    top = parameters.get("top_k")
+    top = whole_number(parameters.get("top_k"))
     if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
         raise RequestError(422, f"top_k must be a whole number from 1; found {str(top)[:40]!r}.")
     return top

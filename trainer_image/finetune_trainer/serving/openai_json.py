@@ -11,9 +11,11 @@ from typing import Any
 
 from finetune_contract.inference_settings import Generation
 from finetune_trainer.serving.hugging_face_json import generation_of as by_parameters
-from finetune_trainer.serving.request_rows import RequestError
+from finetune_trainer.serving.request_rows import RequestError, whole_number
 from finetune_trainer.serving.watched_writing import Finish
 
+ROLES = ("developer", "system", "user", "assistant")
+"""Roles of messages; tools, which have others, are refused."""
 MOST_STOPS = 16
 LONGEST_STOP = 256
 _READ = {
@@ -69,6 +71,8 @@ def messages(body: Mapping[str, Any]) -> list[Any]:
 def _message(message: Any) -> Any:
     if not isinstance(message, dict) or message.get("content") is None:
         return message
+    if message.get("role") not in ROLES:
+        raise _wrong("messages", f"messages with one of the roles {', '.join(ROLES)}", message.get("role"))
     content = message["content"]
     if isinstance(content, list):
         texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
@@ -129,6 +133,7 @@ def _stop(given: Any) -> tuple[str, ...]:
 def _seed(given: Any) -> int | None:
     if given is None:
         return None
+    given = whole_number(given)
     if isinstance(given, bool) or not isinstance(given, int) or not -(2**63) <= given < 2**63:
         raise _wrong("seed", "a whole number of 64 bits", given)
     return given

@@ -8,8 +8,8 @@ from typing import Any
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 
-from finetune_trainer.serving.openai_json import LONGEST_STOP, MOST_STOPS
-from finetune_trainer.serving.request_rows import MAX_NEW_TOKENS, MAX_ROWS
+from finetune_trainer.serving.openai_json import LONGEST_STOP, MOST_STOPS, ROLES
+from finetune_trainer.serving.request_rows import MAX_NEW_TOKENS, MAX_ROWS, input_forms
 
 _TEXT: Mapping[str, Any] = {"type": "string", "minLength": 1}
 _NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -69,7 +69,8 @@ def _extra(task: str, method: str, path: str, token: bool) -> dict[str, Any]:
     if path in media:
         answers = {media[path]: {"schema": {"type": "string"}}}
     elif openai and method == "POST":
-        answers["text/event-stream"] = {"schema": {"type": "string"}}
+        # A schema here would be that of one event in some readers, and of the whole text in others.
+        answers["text/event-stream"] = {}
     refused = {"description": "The request is refused.", "content": {"application/json": {"schema": error}}}
     parameters: list[Mapping[str, Any]] = [_NAME] if "{name}" in path else []
     extra: dict[str, Any] = {
@@ -115,7 +116,7 @@ def _body(task: str, path: str) -> dict[str, Any]:
 def _infer(task: str) -> dict[str, Any]:
     tensor = _object(
         {
-            "name": {"type": "string"},
+            "name": {"enum": sorted(frozenset().union(*input_forms(task)))},
             "datatype": {"const": "BYTES"},
             "shape": {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 1, "maxItems": 2},
             "data": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_ROWS},
@@ -131,9 +132,15 @@ def _inputs(task: str) -> dict[str, Any]:
     if task == "question-answering":
         one = _object({"question": _TEXT, "context": _TEXT}, "question", "context", closed=True)
     elif task == "text-classification":
-        pair = _object({"text": one, "text_pair": one}, "text", closed=True)
-        one = {"anyOf": [one, pair]}
-    return {"anyOf": [one, {"type": "array", "items": one, "minItems": 1, "maxItems": MAX_ROWS}]}
+        # The rows of a request have the same inputs.
+        single = {"anyOf": [one, _object({"text": one}, "text", closed=True)]}
+        pair = _object({"text": one, "text_pair": one}, "text", "text_pair", closed=True)
+        return {"anyOf": [single, pair, _rows(single), _rows(pair)]}
+    return {"anyOf": [one, _rows(one)]}
+
+
+def _rows(one: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": one, "minItems": 1, "maxItems": MAX_ROWS}
 
 
 def _parameters(task: str) -> dict[str, Any]:
@@ -160,7 +167,7 @@ def _openai(*, chat: bool) -> dict[str, Any]:
     if chat:
         part = _object({"type": {"const": "text"}, "text": _TEXT}, "type", "text")
         content = {"anyOf": [_TEXT, {"type": "array", "items": part, "minItems": 1}]}
-        message = _object({"role": {"enum": ["developer", "system", "user", "assistant"]}, "content": content})
+        message = _object({"role": {"enum": list(ROLES)}, "content": content})
         own = {"messages": {"type": "array", "items": {**message, "required": ["role", "content"]}, "minItems": 1}}
     return _object(
         {

@@ -15,6 +15,14 @@ MAX_CHARACTERS = 200_000
 """Most characters of a row: more than the context of served models, and still tokenised within 0.1 s."""
 MAX_NEW_TOKENS = 4096
 
+_INPUT_FORMS: Mapping[str, tuple[frozenset[str], ...]] = {
+    "text-classification": (frozenset({"text"}), frozenset({"text", "text_pair"})),
+    "token-classification": (frozenset({"tokens"}),),
+    "question-answering": (frozenset({"question", "context"}),),
+    "masked-lm": (frozenset({"text"}),),
+    "text-generation": (frozenset({"text"}), frozenset({"source"}), frozenset({"messages"})),
+    "preference-tuning": (frozenset({"prompt"}),),
+}
 Row = Mapping[str, Any]
 """Role of each input -> its value."""
 
@@ -50,6 +58,18 @@ class Form:
     def columns(self) -> Columns:
         """Columns, named like their roles."""
         return Columns(**{role: role for role in self.roles})
+
+
+def input_forms(task: str) -> tuple[frozenset[str], ...]:
+    """Return the sets of inputs that the rows of a task can have."""
+    return _INPUT_FORMS.get(task, (frozenset({"source"}),))
+
+
+def whole_number(value: Any) -> Any:
+    """Return a number without a fraction as an integer, since JSON has one type of numbers (7.0 is 7); others as they
+    are.
+    """
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def check_rows(rows: Sequence[dict[str, Any]]) -> None:

@@ -30,7 +30,7 @@ from finetune_trainer.inference.optimization.served_rung import plain_answerer, 
 from finetune_trainer.inference.runner import settle, used_model, weights_version
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.scripts.trained import job_of_trained_model
-from finetune_trainer.serving.request_rows import Form, RequestError, Row
+from finetune_trainer.serving.request_rows import Form, RequestError, Row, input_forms
 from finetune_trainer.serving.stop_texts import first_stop
 from finetune_trainer.serving.watched_writing import WatchedWriting
 from finetune_trainer.tasks.task_protocol import Labels
@@ -278,15 +278,7 @@ def _served(base: str, plain: Answerer, adapted: AdaptedModel) -> dict[str, Serv
 
 def refuse_roles(task: str, roles: Sequence[str]) -> None:
     """Raise RequestError 422 for inputs that the task does not take."""
-    allowed: dict[str, list[set[str]]] = {
-        "text-classification": [{"text"}, {"text", "text_pair"}],
-        "token-classification": [{"tokens"}],
-        "question-answering": [{"question", "context"}],
-        "masked-lm": [{"text"}],
-        "text-generation": [{"text"}, {"source"}, {"messages"}],
-        "preference-tuning": [{"prompt"}],
-    }
-    forms = allowed.get(task, [{"source"}])
+    forms = input_forms(task)
     if set(roles) not in forms:
         wanted = "; or ".join(", ".join(sorted(form)) for form in forms)
         raise RequestError(

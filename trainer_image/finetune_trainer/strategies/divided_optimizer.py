@@ -9,7 +9,6 @@ fullest process has at most one weight more than an even share).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +16,9 @@ from torch import distributed
 
 from finetune_contract.plans import owners_of
 from finetune_trainer.strategies.divided_tensors import local_part
+from finetune_trainer.strategies.gradient_reducer import copy_parts, pieces
 from finetune_trainer.strategies.mesh import DATA, PIPELINE, TENSOR
-from finetune_trainer.strategies.model_parallel import ModelParallel, buckets, copy_parts, local_gradient
+from finetune_trainer.strategies.model_parallel import ModelParallel
 from finetune_trainer.strategies.strategy_protocol import Placed, expect
 
 if TYPE_CHECKING:
@@ -43,16 +43,17 @@ class DividedOptimizer(ModelParallel):
         self._mine: frozenset[int] = frozenset()
         """Ids of the weights that this process steps."""
 
-    def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Spread the model, then deal its weights out to the data ranks, which all deal alike."""
-        model = super().prepare_model(model)
+    def _overlap(self, model: PreTrainedModel) -> None:
+        """Deal the weights out to the data ranks, which all deal alike, and have gradients reduced to their owners; the
+        others free theirs.
+        """
         self._weights = [each for each in model.parameters() if each.requires_grad]
         self._owners = owners_of([local_part(each).numel() for each in self._weights], self.shape.data)
         here = self.shape.data_rank(distributed.get_rank())
         self._mine = frozenset(
             id(each) for each, owner in zip(self._weights, self._owners, strict=True) if owner == here
         )
-        return model
+        self._reduce(model, self._weights, self._owners)
 
     def assert_in_effect(self, placed: Placed) -> None:
         """Expect what model parallelism has, and each weight with one data rank that steps it."""
@@ -73,32 +74,17 @@ class DividedOptimizer(ModelParallel):
         """Return the groups with the weights of this owner."""
         return [{**group, "params": [each for each in group["params"] if self._steps(each)]} for group in groups]
 
-    def _average_over_replicas(self, held: Mapping[str, torch.Tensor]) -> None:
-        """Reduce each gradient to its owner; the others free theirs."""
-        used = {id(each) for each in self._used_by_replicas(held)}
-        for owner, weights in self._by_owner():
-            gradients = [local_gradient(each) for each in weights if id(each) in used]
-            for bucket in buckets(gradients):
-                flat = torch.cat([gradient.flatten() for gradient in bucket])
-                flat /= self.shape.data
-                distributed.reduce(flat, group=self._replica_group, group_dst=owner)
-                if self._steps(weights[0]):
-                    copy_parts(flat, bucket)
-            if not self._steps(weights[0]):
-                for each in weights:
-                    each.grad = None
-
     @torch.no_grad()
     def share_weights(self) -> None:
         """Send each weight from its owner to the other data ranks."""
         if self.shape.data == 1:
             return
         for owner, weights in self._by_owner():
-            for bucket in buckets([local_part(each) for each in weights]):
-                flat = torch.cat([weight.flatten() for weight in bucket])
+            for piece in pieces([local_part(each) for each in weights]):
+                flat = torch.cat([weight.flatten() for weight in piece])
                 distributed.broadcast(flat, group=self._replica_group, group_src=owner)
                 if not self._steps(weights[0]):
-                    copy_parts(flat, bucket)
+                    copy_parts(flat, piece)
 
     def _by_owner(self) -> Iterator[tuple[int, Sequence[torch.nn.Parameter]]]:
         """Yield each data rank that owns weights, with those weights; in the same order on all data ranks."""

@@ -5,17 +5,17 @@ We shard the model ourselves: for FSDP on CPU, accelerate would silently wrap th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from finetune_contract.choices import Precision, StrategyName
 from finetune_contract.report import TimePart
 from finetune_contract.trainer_job import Strategy as StrategySettings
 from finetune_contract.trainer_job import World
 from finetune_trainer.stored_weights import in_training_type, narrow_weights
+from finetune_trainer.strategies.fsdp_groups import Group, groups_of
 from finetune_trainer.strategies.full_state import FullState
 from finetune_trainer.strategies.strategy_protocol import Placed, WeightsPlace, computes_in_bf16, expect, type_name
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class FullySharded(FullState):
-    """One group of shards for each transformer block and one for the rest; bf16 and fp16 by FSDP's own mixed precision,
-    fp16 with a scaled loss.
+    """One group of shards for each transformer block, for embeddings, for a head, and for the rest; bf16 and fp16 by
+    FSDP's own mixed precision, fp16 with a scaled loss.
     """
 
     name: StrategyName = "fsdp"
@@ -51,7 +51,7 @@ class FullySharded(FullState):
         return {"bf16": False, "fp16": False}
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Convert and shard one block after the other, then the rest in the root."""
+        """Convert and shard one group after the other, then the rest in the root."""
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
         inner, outer = mixed_precision(self._precision)
@@ -59,15 +59,15 @@ class FullySharded(FullState):
         if self._settings.offload_parameters == "cpu":
             offload = CPUOffloadPolicy(pin_memory=self._world.device == "cuda")
         mesh = self._mesh()
-        # The root stays gathered in any case: backward begins where forward ends.
+        # The root stays gathered in any case: torch's default, as it is small.
         again = self._settings.fsdp_sharding != "grad-op"
         narrow = narrow_weights(model, self._precision)
         # On the device, where FSDP puts a whole block before it shards it, also one that it offloads.
         place = self._world.device
-        for block in transformer_blocks(model):
-            in_training_type(_whole(block), narrow, place)
-            _divide_packed(block, place)
-            fully_shard(block, mesh=mesh, mp_policy=inner, reshard_after_forward=again, offload_policy=offload)
+        for group in groups_of(model, releases=again):
+            in_training_type(_whole(group.module), narrow, place)
+            _divide_packed(group.module, place)
+            shard_group(group, mesh=mesh, mp_policy=inner, offload_policy=offload)
         in_training_type(_whole(model), narrow, place)
         _divide_packed(model, place)
         fully_shard(model, mesh=mesh, mp_policy=outer, reshard_after_forward=False, offload_policy=offload)
@@ -98,7 +98,7 @@ class FullySharded(FullState):
         return init_device_mesh(world.device, (world.size,), mesh_dim_names=("data",))
 
     def assert_in_effect(self, placed: Placed) -> None:
-        """Expect every parameter as a DTensor in shards over the planned processes, the blocks as groups of their own,
+        """Expect every parameter as a DTensor in shards over the planned processes, in the groups of `groups_of`,
         and resharding and offloading as requested.
         """
         from torch.distributed.fsdp import FSDPModule
@@ -111,8 +111,8 @@ class FullySharded(FullState):
             expect(isinstance(parameter, DTensor), self.name, "ParameterNotSharded", whole)
             assert isinstance(parameter, DTensor)
             self._assert_spread(name, parameter)
-        blocks = transformer_blocks(placed.model)
-        expect_groups(placed.wrapped, blocks, self._settings)
+        groups = groups_of(placed.model, releases=self._settings.fsdp_sharding != "grad-op")
+        expect_groups(placed.model, groups, self._settings)
 
     def _assert_spread(self, name: str, parameter: DTensor) -> None:
         """Expect shards over all processes; hybrid: over those of a node, with a copy on each node."""
@@ -146,22 +146,31 @@ def mixed_precision(precision: Precision) -> tuple[MixedPrecisionPolicy, MixedPr
     return inner, replace(inner, output_dtype=torch.float32)
 
 
-def expect_groups(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], settings: StrategySettings) -> None:
-    """Expect groups of their own for `blocks`, which reshard after forward as requested, and shards in the requested
-    place; torch has these in private fields only.
+def shard_group(group: Group, **settings: Any) -> None:
+    """Shard the weights of a group by `fully_shard` with these `settings`."""
+    from torch.distributed.fsdp import fully_shard
+
+    sharded = fully_shard(group.module, reshard_after_forward=group.releases, **settings)
+    sharded.set_unshard_in_backward(group.gathers_for_backward)
+
+
+def expect_groups(model: torch.nn.Module, groups: Sequence[Group], settings: StrategySettings) -> None:
+    """Expect `groups`, which release their weights as requested, and shards in the requested place; torch has these in
+    private fields only.
     """
     from torch.distributed.fsdp import FSDPModule
 
-    loose = [block for block in blocks if not isinstance(block, FSDPModule)]
-    found = f"{len(loose)} of {len(blocks)} transformer blocks have no groups of their own"
-    expect(bool(blocks) and not loose, settings.label, "BlocksNotSharded", found)
-    again, offloaded = settings.fsdp_sharding != "grad-op", settings.offload_parameters == "cpu"
+    loose = [group for group in groups if not isinstance(group.module, FSDPModule)]
+    found = f"{len(loose)} of {len(groups)} modules (transformer blocks, embedding, head) have no groups of their own"
+    expect(bool(groups) and not loose, settings.label, "BlocksNotSharded", found)
+    requested = {id(group.module): group.releases for group in groups}
+    offloaded = settings.offload_parameters == "cpu"
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module, group in ((each, group) for each in sharded for group in each._get_fsdp_state()._fsdp_param_groups):
-        if any(module is block for block in blocks):
-            resharded = group.post_forward_mesh_info is not None
-            found = f"blocks {'release' if resharded else 'keep'} their parameters after forward"
-            expect(resharded == again, settings.label, "WrongSharding", f"{found}, requested was the opposite")
+        if id(module) in requested:
+            released = group.post_forward_mesh_info is not None
+            found = f"a {type_name(module)} {'releases' if released else 'keeps'} its parameters after forward"
+            expect(released == requested[id(module)], settings.label, "WrongSharding", f"{found}, not as requested")
         moved = all(each.offload_to_cpu for each in group.fsdp_params)
         found = f"shards are {'in host memory' if moved else 'on the device'}, requested was the opposite"
         expect(moved == offloaded, settings.label, "WrongOffload", found)
@@ -180,24 +189,3 @@ def _divide_packed(module: torch.nn.Module, device: str) -> None:
         # Layers of peft around one show its weight as their own.
         if hasattr(each, "divide_on") and getattr(each.weight, "quant_state", None) is not None:
             cast("FourBitLinear", each).divide_on(device)
-
-
-def transformer_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the model's repeated blocks: by its `_no_split_modules`, else the members of its longest module list."""
-    import torch
-
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    # By all of its classes: fully_shard gives a module a subclass with another name.
-    blocks = [module for module in model.modules() if names & {each.__name__ for each in type(module).__mro__}]
-    if blocks:
-        # Some models list embeddings there too. A group of their own does no harm, unless the head shares their
-        # weights, which have to be in one group.
-        uses = _uses_of_weights(model)
-        return [block for block in blocks if _uses_of_weights(block).items() <= uses.items()]
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    return max((list(each) for each in lists), key=len, default=[])
-
-
-def _uses_of_weights(module: torch.nn.Module) -> Mapping[int, int]:
-    """Return the number of names under which a module has each of its weights, by id."""
-    return Counter(id(each) for _, each in module.named_parameters(remove_duplicate=False))

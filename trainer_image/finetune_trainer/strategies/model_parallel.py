@@ -1,13 +1,14 @@
 """Tensor and pipeline parallelism, with data-parallel replicas: one mesh of processes.
 
-Within a replica the processes read the same rows; between replicas gradients are averaged once a step, after the last
-micro-batch. Checkpoints have the form of `full_state.py`, by parameter name, so that a run can continue from them with
-any mesh.
+Within a replica the processes read the same rows; between replicas gradients are averaged once a step, while the last
+backward pass runs. Checkpoints have the form of `full_state.py`, by parameter name, so that a run can continue from
+them with any mesh.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ from torch import distributed
 
 from finetune_contract.choices import Precision, StrategyName
 from finetune_contract.layout import FailureClass
-from finetune_contract.plans import AVERAGED_ELEMENTS
 from finetune_contract.report import TimePart
 from finetune_contract.trainer_job import Training
 from finetune_trainer.checkpoints import CheckpointPart
@@ -32,6 +32,7 @@ from finetune_trainer.strategies.full_state import (
     load_shards,
     stored_form,
 )
+from finetune_trainer.strategies.gradient_reducer import GradientReducer, copy_parts, pieces
 from finetune_trainer.strategies.mesh import DATA, PIPELINE, TENSOR, MeshShape
 from finetune_trainer.strategies.optimizer_state import (
     NamedState,
@@ -51,6 +52,8 @@ from finetune_trainer.strategies.strategy_protocol import (
     type_name,
 )
 from finetune_trainer.strategies.tensor import (
+    SUMMED,
+    has_sliced_norms,
     of_kept_layers,
     split_layers,
     split_weights,
@@ -90,6 +93,8 @@ class ModelParallel(FullState):
         self._tied: dict[str, str] = {}
         self._tied_groups: dict[str, Any] = {}
         """Second name of a weight on two stages -> group of the processes that have it."""
+        self.reducer: GradientReducer | None = None
+        """Averages gradients over the replicas; None: there is one, or FSDP does it."""
 
     @property
     def _label(self) -> str:
@@ -125,22 +130,33 @@ class ModelParallel(FullState):
         self._mesh = self.shape.build(self._device)
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
         self._tied = tied_names(model)
-        expected = _probe(model)
+        expected, sliced = _probe(model), False
         if self.shape.tensor > 1:
             self._plan = tensor_plan(model, self.shape.tensor)
+            if sliced := self._settings.pipeline is None and has_sliced_norms(model):
+                from finetune_trainer.strategies.sequence_norms import slice_tokens_between_layers, sliced_plan
+
+                self._plan = sliced_plan(self._plan, model, SUMMED)
         if self._settings.pipeline is not None:
             self.pipeline = Pipeline(model, self._settings.pipeline, self._mesh[PIPELINE])
             self._tied_groups = self._make_tied_groups()
         if self.shape.tensor > 1:
             split_layers(model, self._mesh[TENSOR], of_kept_layers(self._plan, model))
+            if sliced:
+                slice_tokens_between_layers(model, self._mesh[TENSOR])
         if self.pipeline is not None:
             self.pipeline.build_stages(model)
             model.forward = self.pipeline.evaluate
         model.to(self._device)  # type: ignore[arg-type]
         self._expect_same_answers(model, expected)
         if self.pipeline is not None:
-            self.pipeline.compute_in(self._precision)
+            self._compute_in_precision()
+        self._overlap(model)
         return model
+
+    def _compute_in_precision(self) -> None:
+        assert self.pipeline is not None
+        self.pipeline.compute_in(self._precision)
 
     def _make_tied_groups(self) -> dict[str, Any]:
         """Create the groups of processes that share a weight, over all pipelines; every process creates all of them."""
@@ -228,46 +244,49 @@ class ModelParallel(FullState):
     def share_weights(self) -> None:
         """Do nothing: every replica has stepped all of its weights."""
 
-    def average_gradients(self, model: PreTrainedModel) -> None:
-        """Sum gradients of which several processes of a replica have a part, and average all over the replicas, once a
-        step.
+    def _overlap(self, model: PreTrainedModel) -> None:
+        """Have the gradients of `model` averaged over the replicas while backward passes run."""
+        self._reduce(model, [each for each in model.parameters() if each.requires_grad], None)
+
+    def _reduce(
+        self, model: PreTrainedModel, weights: Sequence[torch.nn.Parameter], owners: Sequence[int] | None
+    ) -> None:
+        """Average the gradients of `weights`, each on its owner alone if `owners` are given. Those that processes of a
+        replica sum up are averaged after the sum.
         """
-        held = dict(model.named_parameters())
-        self._sum_inside_replica(held)
-        if self.shape.data > 1:
-            self._average_over_replicas(held)
+        if self.shape.data == 1:
+            return
+        named = dict(model.named_parameters(remove_duplicate=False))
+        summed = {*self._tied_groups, *(self._tied[each] for each in self._tied_groups), *summed_weights(self._plan)}
+        late = frozenset(id(named[name]) for name in summed if name in named)
+        group, passes = self._replica_group, self.passed
+        self.reducer = GradientReducer(weights, group, self.shape.data, passes, local_gradient, owners, late)
+
+    def accumulating(self, placed: Placed) -> AbstractContextManager[Any]:
+        """Average no gradients: those of the last micro-batch come on top."""
+        return nullcontext() if self.reducer is None else self.reducer.held()
+
+    def average_gradients(self, model: PreTrainedModel) -> None:
+        """Sum gradients of which several processes of a replica have a part, and wait for the averages over the
+        replicas, most of which were reduced during the last backward pass.
+        """
+        self._sum_inside_replica(dict(model.named_parameters()))
+        if self.reducer is not None:
+            self.reducer.finish()
 
     def _sum_inside_replica(self, held: Mapping[str, torch.Tensor]) -> None:
         assert self._mesh is not None
         self._sum_tied(held)
-        for name in summed_weights(self._plan):
-            if name in held:
-                distributed.all_reduce(local_gradient(held[name]), group=self._mesh[TENSOR].get_group())
-
-    def _average_over_replicas(self, held: Mapping[str, torch.Tensor]) -> None:
-        wanted, group = self._used_by_replicas(held), self._replica_group
-        for bucket in buckets([local_gradient(parameter) for parameter in wanted]):
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
-            distributed.all_reduce(flat, group=group)
-            flat /= self.shape.data
-            copy_parts(flat, bucket)
+        for piece in pieces([local_gradient(held[name]) for name in summed_weights(self._plan) if name in held]):
+            flat = torch.cat([gradient.flatten() for gradient in piece])
+            distributed.all_reduce(flat, group=self._mesh[TENSOR].get_group())
+            copy_parts(flat, piece)
 
     @property
     def _replica_group(self) -> Any:
         """Group of the processes that have the same part of the model in different replicas."""
         assert self._mesh is not None
         return self._mesh[DATA].get_group()
-
-    def _used_by_replicas(self, held: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the trained parameters that a row of any replica has used.
-
-        A weight that none used keeps no gradient, as in one process: a gradient of 0 would decay it. The flags are
-        reduced in host memory, where reading them does not wait for the device.
-        """
-        parameters = [parameter for parameter in held.values() if parameter.requires_grad]
-        used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
-        distributed.all_reduce(used, op=distributed.ReduceOp.MAX, group=self._replica_group)
-        return [parameter for parameter, is_used in zip(parameters, used.tolist(), strict=True) if is_used]
 
     def _sum_tied(self, held: Mapping[str, torch.Tensor]) -> None:
         for name, group in self._tied_groups.items():
@@ -458,24 +477,3 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
 def _whole(value: torch.Tensor) -> torch.Tensor:
     """Return the unsharded tensor, on the CPU. Every process with a part must call it."""
     return whole_of(value).detach().to("cpu", copy=True).contiguous()
-
-
-def buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield gradients in order, in buckets of at most AVERAGED_ELEMENTS elements; a larger one comes alone."""
-    bucket: list[torch.Tensor] = []
-    elements = 0
-    for gradient in gradients:
-        if bucket and elements + gradient.numel() > AVERAGED_ELEMENTS:
-            yield bucket
-            bucket, elements = [], 0
-        bucket.append(gradient)
-        elements += gradient.numel()
-    if bucket:
-        yield bucket
-
-
-def copy_parts(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    """Copy consecutive parts of a flat tensor into tensors of any shapes."""
-    parts = torch.split(flat, [target.numel() for target in targets])
-    for target, part in zip(targets, parts, strict=True):
-        target.copy_(part.view_as(target))

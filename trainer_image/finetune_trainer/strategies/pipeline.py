@@ -10,7 +10,7 @@ length, and each shape has a schedule of its own, created at its first use.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -48,6 +48,11 @@ class _Stage(nn.Module):
         self.batches: Sequence[Batch] = ()
         self.loss_of: LossOf | None = None
 
+    def own_weights(self) -> None:
+        """Register the model, which returns numbers in fp32, as under FSDP without a pipeline."""
+        self.inner = self.shell.model
+        self.shell.model.register_forward_hook(lambda module, given, outputs: _in_fp32(outputs))
+
     def forward(self, *hidden: torch.Tensor, micro: int) -> torch.Tensor:
         """Return hidden states or the loss; `micro`: index in `batches`."""
         batch = self._take(self.batches[micro], *hidden)
@@ -80,6 +85,14 @@ class _Stage(nn.Module):
         return torch.autocast(batch["input_ids"].device.type, dtype=torch.bfloat16)
 
 
+def _in_fp32(outputs: Any) -> Any:
+    """Return a model's outputs with their fractions in fp32."""
+    for name, value in outputs.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            outputs[name] = value.float()
+    return outputs
+
+
 class Pipeline:
     """Stages of this process, and the passes through them."""
 
@@ -96,6 +109,7 @@ class Pipeline:
         self._sent = model.dtype
         self._schedules: dict[tuple[int, int], Any] = {}
         self._stages: dict[int, _Stage] = {}
+        self._sharded = False
         keep_stages(model, self.layout, self.cuts, self.own)
 
     def build_stages(self, model: PreTrainedModel) -> None:
@@ -110,12 +124,29 @@ class Pipeline:
             for stage in self.own
         }
 
-    def compute_in(self, precision: Precision) -> None:
-        """Switch from fp32 to `precision`: bf16 by autocast, with hidden states and their gradients sent in bf16."""
+    def compute_in(self, precision: Precision, *, autocast: bool = True) -> None:
+        """Switch from fp32 to `precision`: bf16 by autocast, or by weights that FSDP gathers in bf16, with hidden
+        states and their gradients sent in bf16.
+        """
         if precision == "bf16":
             self._sent = torch.bfloat16
         for stage in self._stages.values():
-            stage.precision, stage.sent = precision, self._sent
+            stage.precision, stage.sent = precision if autocast else "fp32", self._sent
+
+    @property
+    def stages(self) -> Sequence[nn.Module]:
+        """Stages of this process."""
+        return tuple(self._stages.values())
+
+    def stages_with_weights(self) -> Iterator[nn.Module]:
+        """Yield the stages of this process, each with its weights as its own, so that FSDP can shard them."""
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        self._sharded = True
+        for stage in self._stages.values():
+            stage.own_weights()
+            yield stage
+            register_fsdp_forward_method(stage, "evaluate")
 
     @property
     def _last_rank(self) -> int:
@@ -137,6 +168,8 @@ class Pipeline:
         device = batches[0]["input_ids"].device
         losses: list[torch.Tensor] = []
         numbers = [{"micro": index} for index in range(len(batches))]
+        self._release_weights()
+        earlier = self._take_earlier_gradients(batches[0]["input_ids"])
         schedule = self._schedule(batches[0]["input_ids"])
         schedule.step(
             arg_mbs=[()] * len(batches),
@@ -145,6 +178,8 @@ class Pipeline:
             losses=losses,
             return_outputs=False,
         )
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         for stage in self._stages.values():
             stage.batches, stage.loss_of = (), None
             if stage.shell.received is not None:
@@ -152,6 +187,32 @@ class Pipeline:
         total = torch.stack(losses).sum().float() if losses else torch.zeros((), device=device)
         distributed.broadcast(total, src=self._last_rank, group=self._group)
         return total
+
+    def _release_weights(self) -> None:
+        """Release weights that an evaluation has left gathered, so that all replicas gather them in this pass.
+
+        A schedule releases them at its first use (torch 2.15, `_post_metadata_inference_cleanup`), and replicas meet a
+        new shape at different passes: one of them would gather while the others, which still have the weights, do not.
+        """
+        from torch.distributed.fsdp import FSDPModule
+
+        for stage in self._stages.values() if self._sharded else ():
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def _take_earlier_gradients(self, ids: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Remove and return the gradients of earlier passes of the step, if the schedule for this shape is a new one:
+        it clears the gradients of sharded stages at its first use (torch 2.15, `_post_metadata_inference_cleanup`).
+        """
+        if not self._sharded or tuple(ids.shape) in self._schedules:
+            return []
+        taken = []
+        for parameter in (each for stage in self._stages.values() for each in stage.parameters()):
+            if parameter.grad is not None:
+                taken.append((parameter, parameter.grad))
+                parameter.grad = None
+        return taken
 
     def _schedule(self, ids: torch.Tensor) -> Any:
         """Return the schedule for micro-batches of this shape."""

@@ -1,8 +1,9 @@
-"""FSDP over the replicas of a model with split layers: what a process has of the model is divided among the processes
-that have the same of other replicas.
+"""FSDP over the replicas of a model that tensor or pipeline parallelism spreads: what a process has of the model is
+divided among the processes that have the same of other replicas.
 
-The layers are split first, and must compute as the whole model; then `fully_shard` of torch divides the slices over the
-data ranks, with gradients and optimizer state.
+The layers are split and cut first, and must compute as the whole model; then `fully_shard` of torch divides the slices
+over the data ranks, with gradients and optimizer state. In a pipeline, weights stay gathered, and gradients whole, from
+the first micro-batch of a pass to its last: each stage would otherwise gather its weights for each micro-batch.
 """
 
 from __future__ import annotations
@@ -10,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
 from finetune_contract.choices import StrategyName
 from finetune_contract.report import TimePart
 from finetune_trainer.strategies.divided_tensors import is_divided, placement_of
-from finetune_trainer.strategies.fsdp import expect_groups, mixed_precision, transformer_blocks
-from finetune_trainer.strategies.mesh import DATA, TENSOR
+from finetune_trainer.strategies.fsdp import expect_groups, mixed_precision, shard_group
+from finetune_trainer.strategies.fsdp_groups import Group, groups_of, transformer_blocks
+from finetune_trainer.strategies.mesh import DATA, PIPELINE, TENSOR
 from finetune_trainer.strategies.model_parallel import ModelParallel
 from finetune_trainer.strategies.strategy_protocol import Placed, expect
 
@@ -25,35 +25,48 @@ if TYPE_CHECKING:
 
 
 class ShardedReplicas(ModelParallel):
-    """A mesh of data and tensor ranks whose data ranks share one copy of all state."""
+    """A mesh of data, pipeline and tensor ranks whose data ranks share one copy of all state."""
 
     name: StrategyName = "fsdp"
-    _norm_over = (DATA, TENSOR)
+    _norm_over = (DATA, TENSOR, PIPELINE)
 
     @property
     def communicates_in(self) -> tuple[TimePart, ...]:
         """Parts in which weights are gathered and gradients reduced, too."""
-        return ("forward", "backward", "optimizer")
+        return ("forward", "backward", "optimizer") if self.pipeline is None else ("forward_backward", "optimizer")
 
     def arguments(self) -> Mapping[str, object]:
         """Disable autocast: FSDP casts parameters as it gathers them."""
         return {"bf16": False}
 
+    def _groups_in(self, model: PreTrainedModel) -> list[Group]:
+        """Return the groups of shards beside the root's. A stage of a pipeline keeps its weights gathered."""
+        if self.pipeline is None:
+            return groups_of(model, releases=self._settings.fsdp_sharding != "grad-op")
+        return [Group(block, releases=False) for block in transformer_blocks(model)]
+
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Split the model, which must compute as the whole one, then shard blocks and the rest."""
+        """Split and cut the model, which must compute as the whole one, then shard blocks and the rest."""
         from torch.distributed.fsdp import fully_shard
 
         model = super().prepare_model(model)
         assert self._mesh is not None
         mesh, (inner, outer) = self._mesh[DATA], mixed_precision(self._precision)
-        again = self._settings.fsdp_sharding != "grad-op"
-        for block in transformer_blocks(model):
-            fully_shard(block, mesh=mesh, mp_policy=inner, reshard_after_forward=again)
-        fully_shard(model, mesh=mesh, mp_policy=outer, reshard_after_forward=False)
+        for group in self._groups_in(model):
+            shard_group(group, mesh=mesh, mp_policy=inner)
+        if self.pipeline is None:
+            fully_shard(model, mesh=mesh, mp_policy=outer, reshard_after_forward=False)
+            return model
+        for stage in self.pipeline.stages_with_weights():
+            fully_shard(stage, mesh=mesh, mp_policy=inner, reshard_after_forward=False)
         return model
 
-    def _average_over_replicas(self, held: Mapping[str, torch.Tensor]) -> None:
-        """Do nothing: FSDP has averaged gradients as it reduced them."""
+    def _compute_in_precision(self) -> None:
+        assert self.pipeline is not None
+        self.pipeline.compute_in(self._precision, autocast=False)
+
+    def _overlap(self, model: PreTrainedModel) -> None:
+        """Do nothing: FSDP averages gradients as it reduces them."""
 
     def assert_in_effect(self, placed: Placed) -> None:
         """Expect what model parallelism has, every parameter in shards over the data ranks, and groups as requested."""
@@ -69,4 +82,8 @@ class ShardedReplicas(ModelParallel):
             found = f"{name} is spread as {placement_of(value, DATA)} over {ranks} data ranks of {self.shape.data}"
             expect(ranks == self.shape.data, self._label, "WrongMesh", found)
         super().assert_in_effect(placed)
-        expect_groups(placed.model, transformer_blocks(placed.model), self._settings)
+        roots = [placed.model] if self.pipeline is None else list(self.pipeline.stages)
+        for root in roots:
+            inside = {id(module) for module in root.modules()}
+            groups = [group for group in self._groups_in(placed.model) if id(group.module) in inside]
+            expect_groups(root, groups, self._settings)

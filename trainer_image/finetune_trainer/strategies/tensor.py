@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from finetune_contract.layout import FailureClass
-from finetune_contract.plans import tensor_families
+from finetune_contract.plans import SLICED_NORM_FAMILIES, tensor_families
 from finetune_trainer.failures import StageError
 from finetune_trainer.strategies.conv1d import FAMILIES, conv1d_plan
 from finetune_trainer.strategies.conv1d import widths as conv1d_widths
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_SUMMED = "replicated_with_grad_allreduce"
+SUMMED = "replicated_with_grad_allreduce"
 """transformers' style for a weight that is whole everywhere and sees a part of the heads. Its hook sums the accumulated
 gradient after every micro-batch, which counts earlier ones again: we sum once a step.
 """
@@ -64,6 +64,11 @@ def of_kept_layers(plan: Mapping[str, str], model: PreTrainedModel) -> dict[str,
     return {name: style for name, style in plan.items() if name in there}
 
 
+def has_sliced_norms(model: PreTrainedModel) -> bool:
+    """Return whether the norms of `model` can compute slices of the tokens (`sequence_norms.py`)."""
+    return model.config.model_type in SLICED_NORM_FAMILIES
+
+
 def split_weights(plan: dict[str, str]) -> list[str]:
     """Return the names of the weights that `plan` splits."""
     return [name for name, style in plan.items() if name.endswith(".weight") and style.startswith(_SPLIT)]
@@ -71,7 +76,7 @@ def split_weights(plan: dict[str, str]) -> list[str]:
 
 def summed_weights(plan: dict[str, str]) -> list[str]:
     """Return the names of the weights that `plan` keeps whole and of whose gradients each process has a part."""
-    return [name for name, style in plan.items() if style == _SUMMED and name.endswith(".weight")]
+    return [name for name, style in plan.items() if style == SUMMED and name.endswith(".weight")]
 
 
 def split_layers(model: PreTrainedModel, mesh: DeviceMesh, plan: dict[str, str]) -> None:
@@ -85,7 +90,7 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh, plan: dict[str, str])
     tied = {name: other for name, other in tied_names(model).items() if name in plan or other in plan}
     for name in tied:
         _set_parameter(model, name, torch.nn.Parameter(model.get_parameter(name).data))
-    apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if style != _SUMMED})
+    apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if style != SUMMED})
     for name, other in tied.items():
         _set_parameter(model, name, model.get_parameter(other))
 

@@ -9,7 +9,7 @@ from finetune_contract.choices import LabelForm
 from finetune_contract.data_settings import Columns
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.tasks import heads
-from finetune_trainer.tasks.task_protocol import Answer, Labels, Writer
+from finetune_trainer.tasks.task_protocol import Answer, LabelPlace, Labels, Writer
 from finetune_trainer.tasks.writing import TEXT_SCHEMA, WRITTEN, DecoderWriter, surprising_rows, text_table, written
 
 if TYPE_CHECKING:
@@ -59,8 +59,7 @@ class DecoderTask(LanguageTask):
 
     auto: str = "AutoModelForCausalLM"
     of_checkpoints: str = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
-    # transformers recognises by the model's class name that labels are of the next token; FSDP changes that name.
-    smooths_labels: frozenset[LabelForm | None] = frozenset()
+    smooths_labels: Mapping[LabelForm | None, LabelPlace] = {}
     answer_columns: frozenset[str] = frozenset({WRITTEN})
     writer: Writer | None = DecoderWriter()
 

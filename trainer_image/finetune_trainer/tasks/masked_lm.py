@@ -35,6 +35,7 @@ from finetune_trainer.tasks.task_protocol import (
     Coding,
     Encoded,
     Feature,
+    LabelPlace,
     Labels,
     Targets,
     Writer,
@@ -100,7 +101,7 @@ class MaskedLm(LanguageTask):
     auto: str = "AutoModelForMaskedLM"
     of_checkpoints: str = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
     metrics: Mapping[LabelForm | None, tuple[str, ...]] = METRICS["masked-lm"]
-    smooths_labels: frozenset[LabelForm | None] = frozenset({None})
+    smooths_labels: Mapping[LabelForm | None, LabelPlace] = {None: "same"}
     answer_columns: frozenset[str] = frozenset({"masks"})
     writer: Writer | None = MaskFiller()
 

@@ -9,7 +9,7 @@ or a conversation that the answers continue.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -233,7 +233,14 @@ class DirectPreference:
     """Objective of direct preference optimisation."""
 
     beta: float
+    chunked: bool = False
+    """True for a model that computes the log-likelihoods itself, in chunks of tokens."""
     compares: tuple[str, ...] = _ANSWERS
+
+    @property
+    def of_rows(self) -> DirectPreference:
+        """The same for a model whose loss is the negative log-likelihood of each row."""
+        return replace(self, chunked=True)
 
     def loss(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Compute - log sigmoid(beta x (gain of the chosen answer over the reference - gain of the rejected one)):
@@ -241,7 +248,8 @@ class DirectPreference:
         """
         import torch
 
-        pair = zip(_ANSWERS, likelihoods(model, batch), strict=True)
+        found = chunked_likelihoods(model, batch) if self.chunked else likelihoods(model, batch)
+        pair = zip(_ANSWERS, found, strict=True)
         chosen, rejected = (likelihood - batch[f"{REFERENCE}{name}"] for name, likelihood in pair)
         loss: torch.Tensor = -torch.nn.functional.logsigmoid(self.beta * (chosen - rejected)).mean()
         return loss
@@ -257,6 +265,15 @@ def likelihoods(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tu
         for of_row, *row in zip(found, *parts, strict=True):
             of_row += [torch.nn.functional.cross_entropy(*each, reduction="sum") for each in judged(*row)]
     chosen, rejected = torch.stack([-torch.stack(lost).sum() for lost in found]).chunk(2)
+    return chosen, rejected
+
+
+def chunked_likelihoods(
+    model: torch.nn.Module, batch: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return `likelihoods` by a model that computes them in chunks, without all logits in memory (`ChunkedLoss`)."""
+    given = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
+    chosen, rejected = (-model(**given, use_cache=False).loss).chunk(2)
     return chosen, rejected
 
 

@@ -57,6 +57,7 @@ from finetune_trainer.tasks.task_protocol import (
     Coding,
     Encoded,
     Feature,
+    LabelPlace,
     Labels,
     Objective,
     Targets,
@@ -82,6 +83,7 @@ class SpanLoss:
     """Objective: cross-entropy of start and end over the tokens of a window, without padding."""
 
     compares: tuple[str, ...] = ()
+    of_rows: Objective | None = None
 
     def loss(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the mean over windows of the mean of start and end, in nats."""
@@ -109,7 +111,7 @@ class QuestionAnswering(heads.HeadModels):
 
     auto: str = "AutoModelForQuestionAnswering"
     metrics: Mapping[LabelForm | None, tuple[str, ...]] = METRICS["question-answering"]
-    smooths_labels: frozenset[LabelForm | None] = frozenset()
+    smooths_labels: Mapping[LabelForm | None, LabelPlace] = {}
     objective: Objective | None = SpanLoss()
     answer_columns: frozenset[str] = frozenset({"answer", "score", "start", "end", "candidates"})
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,10 @@ DRAW = "draw"
 """Key in a training feature: the first numbers of its random seed, others in each epoch."""
 Answer: TypeAlias = Mapping[str, NDArray[Any]]
 """The model's output for one feature, without padding."""
+LabelPlace: TypeAlias = Literal["same", "next", "decoder"]
+"""Place of a label: that of its logits; that of the token after its logits; or that of its logits in a decoder, which
+reads the labels before.
+"""
 REFERENCE = "reference_"
 """Prefix of the reference's values, see `Objective`, in answers, features and batches."""
 
@@ -115,6 +119,12 @@ class Objective(Protocol):
     def compares(self) -> tuple[str, ...]:
         """Names of an answer's values that are compared with the reference's; empty: there is no reference."""
 
+    @property
+    def of_rows(self) -> Objective | None:
+        """The same for a model whose loss, from its labels, is the negative log-likelihood of each row, shape (rows,);
+        None: it cannot be computed from these.
+        """
+
     def loss(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the mean over the items of a batch. The batch has the reference's values under `REFERENCE` names."""
 
@@ -143,8 +153,8 @@ class TaskModule(Protocol):
 
     metrics: Mapping[LabelForm | None, tuple[str, ...]]
     """Form of the labels -> metrics of `score` besides the loss, by their Hugging Face names, without `eval_`."""
-    smooths_labels: frozenset[LabelForm | None]
-    """Forms of labels whose loss is over classes, which transformers can smooth."""
+    smooths_labels: Mapping[LabelForm | None, LabelPlace]
+    """Forms of labels whose loss is over classes, which can be smoothed, and the place of their logits."""
     answer_columns: frozenset[str]
     """Names of the columns of `predictions`."""
     packed: tuple[str, ...]

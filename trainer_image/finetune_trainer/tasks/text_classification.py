@@ -36,7 +36,7 @@ from finetune_trainer.tasks.label_names import (
 )
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.row_checks import is_text, not_set, refuse_not_text, refuse_other_columns, row_error
-from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, Labels, Targets
+from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, LabelPlace, Labels, Targets
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ class TextClassification(heads.HeadModels):
 
     auto: str = "AutoModelForSequenceClassification"
     metrics: Mapping[LabelForm | None, tuple[str, ...]] = {name: form.metrics for name, form in FORMS.items()}
-    smooths_labels: frozenset[LabelForm | None] = frozenset({"single_label_classification"})
+    smooths_labels: Mapping[LabelForm | None, LabelPlace] = {"single_label_classification": "same"}
     answer_columns: frozenset[str] = frozenset(column for form in FORMS.values() for column in form.columns)
 
     def __init__(self, label_names: Mapping[str, str] | None = None) -> None:

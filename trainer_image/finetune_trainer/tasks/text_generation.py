@@ -39,7 +39,7 @@ from finetune_trainer.tasks.row_checks import (
     row_error,
     wanted_texts,
 )
-from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, Labels, Targets
+from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, LabelPlace, Labels, Targets
 from finetune_trainer.tasks.writing import logits_at, token_figures, token_nlls
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class TextGeneration(DecoderTask):
     """
 
     metrics: Mapping[LabelForm | None, tuple[str, ...]] = METRICS["text-generation"]
+    smooths_labels: Mapping[LabelForm | None, LabelPlace] = {None: "next"}
     packed: tuple[str, ...] = ("input_ids", "labels")
 
     # --------------------------------------------------------------------------------------------------------- data

@@ -23,7 +23,17 @@ from finetune_trainer.tasks.encoding import never_empty
 from finetune_trainer.tasks.language import LanguageTask
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.row_checks import not_set, refuse_not_text, refuse_other_columns, wanted_texts
-from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, Labels, Targets, Writer
+from finetune_trainer.tasks.task_protocol import (
+    Answer,
+    Card,
+    Coding,
+    Encoded,
+    Feature,
+    LabelPlace,
+    Labels,
+    Targets,
+    Writer,
+)
 from finetune_trainer.tasks.writing import (
     TEXT_SCHEMA,
     WRITTEN,
@@ -81,8 +91,7 @@ class TextToText(LanguageTask):
 
     auto: str = "AutoModelForSeq2SeqLM"
     of_checkpoints: str = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"
-    # transformers removes labels from the inputs to smooth them, but the model derives its decoder's inputs from them.
-    smooths_labels: frozenset[LabelForm | None] = frozenset()
+    smooths_labels: Mapping[LabelForm | None, LabelPlace] = {None: "decoder"}
     answer_columns: frozenset[str] = frozenset({WRITTEN})
     writer: Writer | None = Transforms()
 

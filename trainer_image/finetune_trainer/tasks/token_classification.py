@@ -44,7 +44,17 @@ from finetune_trainer.tasks.row_checks import (
     row_error,
     shown_names,
 )
-from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, Labels, Targets, labels_of
+from finetune_trainer.tasks.task_protocol import (
+    Answer,
+    Card,
+    Coding,
+    Encoded,
+    Feature,
+    LabelPlace,
+    Labels,
+    Targets,
+    labels_of,
+)
 from finetune_trainer.tasks.windows import made_ready
 
 if TYPE_CHECKING:
@@ -80,7 +90,7 @@ class TokenClassification(heads.HeadModels):
 
     auto: str = "AutoModelForTokenClassification"
     metrics: Mapping[LabelForm | None, tuple[str, ...]] = _METRICS
-    smooths_labels: frozenset[LabelForm | None] = frozenset({None})
+    smooths_labels: Mapping[LabelForm | None, LabelPlace] = {None: "same"}
     answer_columns: frozenset[str] = frozenset({"tags", "scores", "entities"})
 
     # --------------------------------------------------------------------------------------------------------- data

@@ -45,14 +45,20 @@ watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 """Set by callers of the stages' code that observe tokens, for example a server."""
 
 
+LEAST_TEMPERATURE = 1e-5
+"""Temperature below which the likeliest token is taken: logits over a smaller one overflow fp32. vLLM has this bound,
+too (_SAMPLING_EPS of its sampling_params.py)."""
+
+
 def search(generation: Generation) -> dict[str, Any]:
     """Return the settings as arguments of `generate`."""
+    sampled = generation.temperature >= LEAST_TEMPERATURE
     chosen: dict[str, Any] = {
         "max_new_tokens": generation.max_new_tokens,
         "num_beams": generation.num_beams,
-        "do_sample": generation.temperature > 0,
+        "do_sample": sampled,
     }
-    if generation.temperature > 0:
+    if sampled:
         chosen |= {"temperature": generation.temperature, "top_p": generation.top_p}
     return chosen
 

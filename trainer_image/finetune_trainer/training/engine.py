@@ -1,7 +1,8 @@
 """The model in training: the wrappers around it, its optimizer and its learning-rate schedule.
 
-accelerate adds autocast, DistributedDataParallel, the loss scaling of fp16 and torch.compile. With a DeepSpeed
-configuration it starts DeepSpeed's engine, which averages, clips and steps by itself.
+accelerate adds autocast, DistributedDataParallel and the loss scaling of fp16. With a DeepSpeed configuration it starts
+DeepSpeed's engine, which averages, clips and steps by itself. torch.compile compiles the blocks
+(`compiled_blocks.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, TorchDynamoPlugin
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DynamoBackend,
+    GradientAccumulationPlugin,
+    TorchDynamoPlugin,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -34,6 +40,7 @@ from finetune_contract.choices import OptimizerName
 from finetune_trainer.distributed import summed
 from finetune_trainer.strategies.strategy_protocol import Placed, Strategy, expect
 from finetune_trainer.tasks.task_protocol import REFERENCE
+from finetune_trainer.training.compiled_blocks import CompiledBlocks, compile_blocks
 from finetune_trainer.training.training_arguments import is_optimizer
 from finetune_trainer.training.unused_weights import LossOf, may_leave_weights_unused
 
@@ -50,6 +57,30 @@ class OptimizerStep:
     learning_rate: float
     grad_norm: Any
     """Norm before clipping, a number or a tensor on the device; None where DeepSpeed computes none."""
+
+
+class StepFigures:
+    """Loss and gradient norm of a step, copied to page-locked memory beside the next work of the device."""
+
+    def __init__(self, figures: torch.Tensor, grad_norm: float | None) -> None:
+        """Begin the copy of `figures`: the loss, and the norm where it is on the device. `grad_norm`: one known to the
+        host.
+        """
+        self._grad_norm = grad_norm
+        # torch allocates page-locked memory for a copy from a GPU for which the host does not wait.
+        self._figures = figures.to("cpu", non_blocking=True)
+        self._copied: Any = None
+        if figures.device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def read(self) -> tuple[float, float | None]:
+        """Return loss and gradient norm. The host waits for the copy, not for work that was queued after it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        loss, *norm = self._figures.tolist()
+        known = None if self._grad_norm is None else float(self._grad_norm)
+        return loss, norm[0] if norm else known
 
 
 class Engine:
@@ -72,6 +103,7 @@ class Engine:
         self.wrapped: nn.Module = self.model
         self.optimizer: Any = None
         self.schedule: Any = None
+        self.compiled = CompiledBlocks(())
 
     @property
     def _moves_model(self) -> bool:
@@ -80,10 +112,8 @@ class Engine:
     @property
     def placed(self) -> Placed:
         """Return the sharded model, after `start`."""
-        # Outermost wrapper when the job asks for torch_compile.
-        wrapped = getattr(self.wrapped, "_orig_mod", self.wrapped)
         return Placed(
-            self.model, wrapped, self._inner_optimizer(), self.args.world_size, self.args.device, self._adapted
+            self.model, self.wrapped, self._inner_optimizer(), self.args.world_size, self.args.device, self._adapted
         )
 
     def _inner_optimizer(self) -> Any:
@@ -103,6 +133,7 @@ class Engine:
         if args.neftune_noise_alpha is not None:
             activate_neftune(self.model, args.neftune_noise_alpha)  # type: ignore[no-untyped-call]
         self._look_for_unused_weights(first_loss)
+        self.compiled = compile_blocks(self.model, args)
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, self.model)
         groups, own = parameter_groups(self.model, args.weight_decay), self._strategy.replica_step
         self._wrap(kind(groups if own is None else own.stepped_groups(groups), **settings))
@@ -127,7 +158,7 @@ class Engine:
 
     def _wrap(self, optimizer: torch.optim.Optimizer) -> None:
         if self._strategy.spreads_itself:
-            # Adds autocast and torch.compile only.
+            # Adds autocast only.
             self.wrapped = self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
             self.optimizer = self.accelerator.prepare(optimizer)
         else:
@@ -142,11 +173,7 @@ class Engine:
         scaled = self.accelerator.scaler is not None and self.accelerator.scaler.is_enabled()
         found = f"the loss is {'' if scaled else 'not '}scaled, and fp16 is {'on' if self._scales_loss else 'off'}"
         expect(scaled == self._scales_loss, name, "WrongLossScaling", found)
-        # By torch.compile around the model, or by DeepSpeed's engine inside it.
-        compiled = hasattr(self.wrapped, "_orig_mod") or bool(getattr(self.wrapped, "is_compiled", False))
-        found = f"training.arguments.torch_compile is {args.torch_compile}, and the model is "
-        found += "compiled" if compiled else "not compiled"
-        expect(compiled == bool(args.torch_compile), name, "WrongCompilation", found)
+        self.compiled.assert_in_effect(name, requested=bool(args.torch_compile))
         found = f"training.optimizer is {optimizer}, and {type(placed.optimizer).__qualname__} steps"
         expect(is_optimizer(optimizer, placed.optimizer), name, "WrongOptimizer", found)
 
@@ -209,16 +236,19 @@ class Engine:
         self.wrapped.zero_grad()
         return done
 
-    def figures(self, loss: torch.Tensor, done: OptimizerStep) -> tuple[float, float | None]:
-        """Return the mean over all ranks of their `loss`, and the norm of the gradients. Every rank must call it. Both
-        are read in one copy, for which the host waits.
+    @property
+    def runs_ahead(self) -> bool:
+        """Return True if the device works beside the host, which queues the next step before it reads `figures`."""
+        return self.args.device.type == "cuda"
+
+    def figures(self, loss: torch.Tensor, done: OptimizerStep) -> StepFigures:
+        """Return the mean over all ranks of their `loss`, and the norm of the gradients, on their way to the host.
+        Every rank must call it.
         """
-        mean = self.accelerator.gather(loss).mean().double()
-        if not isinstance(done.grad_norm, torch.Tensor):
-            return float(mean), None if done.grad_norm is None else float(done.grad_norm)
-        norm = done.grad_norm.to(mean.device, torch.float64).reshape(())
-        value, of_gradients = torch.stack([mean, norm]).cpu().tolist()
-        return value, of_gradients
+        found = [self.accelerator.gather(loss).mean().double()]
+        if isinstance(done.grad_norm, torch.Tensor):
+            found.append(done.grad_norm.to(found[0].device, torch.float64).reshape(()))
+        return StepFigures(torch.stack(found), None if len(found) > 1 else done.grad_norm)
 
 
 class DeepSpeedEngine(Engine):
@@ -286,7 +316,8 @@ def _accelerator(args: TrainingArguments) -> Accelerator:
         deepspeed_plugin=args.deepspeed_plugin,
         # The loop accumulates; accelerate must not divide a second time.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-        dynamo_plugin=TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode),
+        # Explicitly, as TrainingArguments set accelerate's environment variables for the whole model.
+        dynamo_plugin=TorchDynamoPlugin(backend=DynamoBackend.NO),
         kwargs_handlers=[ddp],
     )
 

@@ -7,7 +7,8 @@ strategy, checkpoints and reports are passed as `LoopParts`. The settings are tr
 - The loss of a step is the mean over the whole global batch, for any number of ranks and accumulation steps.
 - Validation and checkpoints follow the step's report, so that a checkpoint holds a finished step.
 - One small all-reduce in host memory at the start of a step shares its items and requests to stop with every rank.
-- On a GPU the host runs ahead of the device, and waits for it once a step: for the reported figures.
+- On a GPU the host runs ahead of the device, and waits for it once a step: for the figures of the step before, when it
+  has queued the next one. So the device is never idle for the host's sake, and reports are a step late.
 - A clock records the part of the step that each moment belongs to.
 """
 
@@ -39,13 +40,13 @@ from finetune_trainer.packed_attention import PackAttention, WithMasks
 from finetune_trainer.strategies.strategy_protocol import Placed, Strategy
 from finetune_trainer.tasks.task_protocol import REFERENCE, Objective
 from finetune_trainer.training.activations import Activations, OnDevice, assert_checkpointing_in_effect
-from finetune_trainer.training.engine import engine_of
+from finetune_trainer.training.engine import StepFigures, engine_of
 from finetune_trainer.training.interruption import Interruption, preempted
 from finetune_trainer.training.known_padding import KnownPadding, known_padding
-from finetune_trainer.training.objective import objective_of
+from finetune_trainer.training.objective import ModelLoss
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows, micro_batches
 from finetune_trainer.training.reference_answers import NoReference, Reference
-from finetune_trainer.training.timing import PartClock
+from finetune_trainer.training.timing import Lap, PartClock
 from finetune_trainer.training.validation_rounds import Validation
 
 
@@ -59,7 +60,9 @@ class StepReport:
     learning_rate: float
     grad_norm: float | None
     seconds: float
-    """Seconds from requesting its rows to its loss; without evaluation and checkpoints."""
+    """Seconds from requesting its rows, or from the loss of the step before if that came later, to its loss; without
+    evaluation and checkpoints.
+    """
     samples: int
     tokens: int
     computed_tokens: int
@@ -151,8 +154,8 @@ class LoopParts:
     activations: Activations = field(default_factory=OnDevice)
     packs: PackAttention = field(default_factory=WithMasks)
     clock: PartClock = field(default_factory=PartClock)
-    objective: Objective | None = None
-    """Loss to minimise; None: the model's own."""
+    objective: Objective = field(default_factory=ModelLoss)
+    """Loss to minimise."""
     reference: Reference = field(default_factory=NoReference)
     callbacks: Sequence[TrainerCallback] = ()
     """Experiment trackers; of transformers' events they receive the begin, the end and the figures of a training."""
@@ -170,13 +173,23 @@ class _StepAgreement:
     """True if a checkpoint by the clock is due."""
 
 
+@dataclass(frozen=True)
+class _Unreported:
+    """A step that the host has queued, and whose figures it has not read."""
+
+    figures: StepFigures
+    learning_rate: float
+    started: float
+    """Time of requesting its rows, on the monotonic clock."""
+    lap: Lap
+
+
 class TrainingLoop:
     """One run over `max_steps` optimizer steps."""
 
     def __init__(self, model: PreTrainedModel, args: TrainingArguments, parts: LoopParts) -> None:
         self.args = args
         self.parts = parts
-        self.objective = objective_of(parts.objective, args.label_smoothing_factor)
         self.engine = engine_of(model, args, parts.strategy, adapted=parts.adapted is not None)
         self.state = TrainerState(
             max_steps=args.max_steps,
@@ -186,6 +199,8 @@ class TrainingLoop:
             is_world_process_zero=args.process_index == 0,
         )
         self._stopped = False
+        self._unreported: _Unreported | None = None
+        self._reported_at = -math.inf
 
     @property
     def placed(self) -> Placed:
@@ -212,11 +227,16 @@ class TrainingLoop:
             self._average_gradients()
             clock.enter("optimizer")
             done = engine.step()
+            self._report()  # the step before, whose number `state` still has
             state.global_step += 1
             state.epoch = state.global_step / order.steps
             clock.enter("rest")
-            self._report(started, *engine.figures(loss, done), done.learning_rate)
+            figures = engine.figures(loss, done)
+            self._unreported = _Unreported(figures, done.learning_rate, started, clock.end_lap())
+            if not engine.runs_ahead:
+                self._report()
             self._validate_and_save(agreed)
+        self._report()
         if self.parts.saver.writing:
             clock.enter("checkpoint")
             self.parts.saver.finish()
@@ -246,15 +266,14 @@ class TrainingLoop:
         """Return the loss of an epoch's first micro-batch, with 0 for the reference's answers, measured later."""
         parts = self.parts
         batch = parts.collate(parts.rows.without_reference(next(iter(parts.order))))
-        if parts.objective is not None:
-            pairs = torch.zeros(parts.collate.items(batch))
-            batch |= {f"{REFERENCE}{name}": pairs for name in parts.objective.compares}
+        pairs = torch.zeros(parts.collate.items(batch))
+        batch |= {f"{REFERENCE}{name}": pairs for name in parts.objective.compares}
         with parts.packs.over(batch):
-            return self.objective.loss(model, self.engine.to_device(batch))
+            return parts.objective.loss(model, self.engine.to_device(batch))
 
     def _ask_reference(self) -> None:
         """Measure the reference: before the first step and any checkpoint, the model is in its initial state."""
-        if self.parts.objective is None or not self.parts.objective.compares:
+        if not self.parts.objective.compares:
             return
         clock = self.parts.clock
         clock.enter("evaluation")
@@ -336,7 +355,7 @@ class TrainingLoop:
         """
         with self.parts.activations.forward():
             if items:
-                mean = self.objective.loss(model, batch)
+                mean = self.parts.objective.loss(model, batch)
                 share: torch.Tensor = mean * (items * self.args.world_size / of_step)
             else:
                 # A window may hold no item; the mean over none is NaN, and all ranks have to run the backward pass.
@@ -354,9 +373,14 @@ class TrainingLoop:
 
     # ---------------------------------------------------------------------------------------------------- after a step
 
-    def _report(self, started: float, loss: float, grad_norm: float | None, learning_rate: float) -> None:
-        """Report the step; `loss` is the mean over all ranks. Raise StageError when it is not finite."""
-        step = self.state.global_step
+    def _report(self) -> None:
+        """Report the last step, unless that is done. Raise StageError when its loss is not finite."""
+        if self._unreported is None:
+            return
+        of_step, self._unreported = self._unreported, None
+        loss, grad_norm = of_step.figures.read()  # mean over all ranks
+        now, step, learning_rate = time.monotonic(), self.state.global_step, of_step.learning_rate
+        began, self._reported_at = max(of_step.started, self._reported_at), now
         if not math.isfinite(loss):
             raise StageError(
                 FailureClass.LOSS_NOT_FINITE,
@@ -371,11 +395,11 @@ class TrainingLoop:
             loss=loss,
             learning_rate=learning_rate,
             grad_norm=grad_norm,
-            seconds=time.monotonic() - started,
+            seconds=now - began,
             samples=order.step_rows,
             tokens=order.step_tokens(of_epoch),
             computed_tokens=order.step_computed_tokens(of_epoch),
-            parts=self.parts.clock.lap(),
+            parts=self.parts.clock.seconds(of_step.lap),
         )
         self.parts.observer.on_step(report)
         norm = {} if report.grad_norm is None else {"grad_norm": report.grad_norm}
@@ -392,12 +416,14 @@ class TrainingLoop:
         last = step >= self.state.max_steps
         validates = self.parts.validation is not None and (step % self.parts.order.steps == 0 or last)
         if validates:
+            self._report()
             clock.enter("evaluation")
             self._validate(step)
             clock.enter("rest")
         stop = agreed.stop and not (last or self._stopped)
         saves = self.parts.saver.due(step, by_clock=agreed.save) or (stop and self.parts.save_on_preemption)
         if saves:
+            self._report()  # no checkpoint has a loss that is not finite
             clock.enter("checkpoint")
             give_back_freed_memory()
             # Nothing goes on beside the last one, and nobody waits for a thread of a process that is being evicted.
@@ -407,6 +433,7 @@ class TrainingLoop:
         if validates or saves:
             self.parts.observer.on_pause(step, clock.lap())
         if stop:
+            self._report()
             self.parts.saver.finish()
             raise preempted(f"after step {step} of {self.state.max_steps}")
 

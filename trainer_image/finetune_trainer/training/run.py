@@ -50,7 +50,7 @@ from finetune_trainer.stored_weights import as_stored, in_training_type, narrow_
 from finetune_trainer.strategies.mesh import MeshShape
 from finetune_trainer.strategies.select import strategy_for
 from finetune_trainer.strategies.strategy_protocol import Strategy, tied_names
-from finetune_trainer.tasks.task_protocol import TaskModule, compared
+from finetune_trainer.tasks.task_protocol import Objective, TaskModule, compared
 from finetune_trainer.tasks.task_registry import task_of
 from finetune_trainer.tensor_files import mapped_tensors
 from finetune_trainer.training.activations import InHostMemory, OnDevice
@@ -61,6 +61,7 @@ from finetune_trainer.training.history import History, RunFigures
 from finetune_trainer.training.interruption import Interruption
 from finetune_trainer.training.loop import LoopParts, Observer, TrainingLoop
 from finetune_trainer.training.measured_run import PeakMemory, peak_memory, resident_peak
+from finetune_trainer.training.objective import objective_of
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
 from finetune_trainer.training.reference_answers import KeptReference, NoReference, Reference, ReferenceAnswers
 from finetune_trainer.training.run_observers import RunObserver, SilentObserver
@@ -153,6 +154,7 @@ class _Start:
     """Job with the model revision with which the training begins."""
     adapted: Adapted | None
     in_float8: InFloat8 | None
+    objective: Objective
     digest: str | None
     """Digest of the weights, where the objective compares the model with them."""
 
@@ -214,7 +216,7 @@ def train(
     observer.on_pause(loop.state.global_step, spent)
     lines = history.read()
     measurements = _Measurements(_measured(lines, saver.first_step, strategy, peaks), planned)
-    done = {"seconds": seconds, "steps": loop.state.global_step}
+    done = {"seconds": seconds, "steps": loop.state.global_step, **loop.engine.compiled.figures()}
     surroundings = _surroundings(devices, communication)
     return _outcome(run, RunFigures(lines), done, peaks, measurements, stopper, clock, surroundings)
 
@@ -286,9 +288,16 @@ def _start(run: _Run) -> _Start:
     if training.world.device == "cpu" and not compiles(training.arguments):  # which has its own dropout
         share_random_bits(model)
     in_float8 = _in_float8(training, model) if training.precision == "fp8" else None
-    if run.task.objective is None:
-        chunk_loss(model, training)
-    return _Start(model, began_with, adapted, in_float8, digest)
+    return _Start(model, began_with, adapted, in_float8, _objective(run, model), digest)
+
+
+def _objective(run: _Run, model: PreTrainedModel) -> Objective:
+    """Return the loss to minimise, which `model` computes in chunks from here on where it can."""
+    own, training, in_chunks = run.task.objective, run.training, False
+    if own is None or own.of_rows is not None:
+        in_chunks = chunk_loss(model, training, of_rows=own is not None) is not None
+    form = run.prepared.facts.label_form
+    return objective_of(run.task, form, model, training.label_smoothing, in_chunks=in_chunks)
 
 
 def _parts(
@@ -317,7 +326,7 @@ def _parts(
         rows=TrainRows(prepared, reference.answers),
         collate=Collate(run.task, prepared.pad_token_id, run.tokens_of_rows),
         validation=Validation(deal, reference.answers) if VALIDATION in prepared.facts.splits else None,
-        objective=run.task.objective,
+        objective=start.objective,
         reference=reference,
         observer=observer,
         saver=saver,

@@ -2,16 +2,17 @@
 
 On a GPU the host runs ahead of the device. There a part ends with a CUDA event, whose time is set when the device
 reaches it; events are read once a step, right after the loop has waited for the step's loss in any case, so that
-measuring adds no wait. A few events a micro-batch cost microseconds.
+measuring adds no wait. The host has queued the next step by then, so that a lap is ended and read apart. A few events a
+micro-batch cost microseconds.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
 from finetune_contract.choices import Device
 from finetune_contract.report import TimePart, TimeSplit
@@ -71,6 +72,10 @@ def moments_of(device: Device) -> Moments:
     return CudaMoments() if device == "cuda" else HostMoments()
 
 
+Lap: TypeAlias = Sequence[tuple[TimePart, Any]]
+"""Parts with the marks of their begins, and a mark of the end."""
+
+
 @dataclass
 class PartClock:
     """Divides time into parts. A lap is the time since the previous one."""
@@ -81,7 +86,11 @@ class PartClock:
 
     def __post_init__(self) -> None:
         self._marks: list[tuple[TimePart, Any]] = [(self.part, self.moments.now())]
-        self._lap_began = time.perf_counter()
+        self._read_at = time.perf_counter()
+        self._surplus = 0.0
+        """Seconds that the parts of earlier laps have more than the host's time: a device reached the end of a lap
+        after the host had read the one before.
+        """
 
     def enter(self, part: TimePart) -> None:
         """End the active part and begin `part`."""
@@ -89,18 +98,29 @@ class PartClock:
             self._marks.append((part, self.moments.now()))
             self.part = part
 
-    def lap(self) -> dict[TimePart, float]:
-        """Return the seconds of each part since the last lap; they add up to the host's time, to which the part `rest`
-        is adjusted.
-        """
+    def end_lap(self) -> Lap:
+        """End the lap, to be read by `seconds` in the order of laps. The active part goes on in the next lap."""
         end = self.moments.now()
+        lap = [*self._marks, (self.part, end)]
+        self._marks = [(self.part, end)]
+        return lap
+
+    def seconds(self, lap: Lap) -> dict[TimePart, float]:
+        """Return the seconds of each part of `lap`; waits for its end. Those of all laps add up to the host's time, to
+        which the part `rest` is adjusted.
+        """
         parts: dict[TimePart, float] = {}
-        for (part, began), (_, ended) in pairwise([*self._marks, (self.part, end)]):
+        for (part, began), (_, ended) in pairwise(lap):
             parts[part] = parts.get(part, 0.0) + self.moments.seconds(began, ended)
         now = time.perf_counter()
-        parts["rest"] = max(0.0, parts.get("rest", 0.0) + now - self._lap_began - sum(parts.values()))
-        self._marks, self._lap_began = [(self.part, end)], now
+        missing = now - self._read_at - sum(parts.values()) - self._surplus
+        rest = parts.get("rest", 0.0) + missing
+        parts["rest"], self._surplus, self._read_at = max(0.0, rest), max(0.0, -rest), now
         return parts
+
+    def lap(self) -> dict[TimePart, float]:
+        """End the lap, and return the seconds of each of its parts."""
+        return self.seconds(self.end_lap())
 
 
 def time_split(parts: Mapping[TimePart, float], strategy: Strategy, clock: PartClock) -> TimeSplit:

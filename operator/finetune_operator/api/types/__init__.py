@@ -90,6 +90,7 @@ from finetune_operator.api.types.spec_results import (
     EvaluationSpec,
     GateSpec,
     GenerationSpec,
+    IdleSpec,
     PredictSpec,
     PreferenceSpec,
     ServedAdapterSpec,

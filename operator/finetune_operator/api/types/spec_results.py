@@ -201,6 +201,14 @@ class TrafficSpec(SpecModel):
     )
 
 
+class IdleSpec(SpecModel):
+    """Scaling to zero: servers end while there are no requests, and start with the next one."""
+
+    scale_to_zero_after_seconds: Annotated[int, Field(ge=1, le=86_400)] = Field(
+        description="Time without requests in seconds, after which all servers end. Required."
+    )
+
+
 class ServedAdapterSpec(SpecModel):
     """A LoRA adapter of the model, which servers compute beside its weights, without merging it."""
 
@@ -280,6 +288,11 @@ class EndpointSpec(SpecModel):
         default=None,
         description="Canary of each new revision, in a Deployment. If unset, a new revision takes over all requests "
         "once it is ready.",
+    )
+    idle: IdleSpec | None = Field(
+        default=None,
+        description="Scaling to zero by the KEDA HTTP add-on, whose interceptor holds requests while a server starts. "
+        "Needs a cluster that serves its HTTPScaledObject, and a Deployment. If unset, servers stay.",
     )
     token: SecretKeySpec | None = Field(
         default=None,

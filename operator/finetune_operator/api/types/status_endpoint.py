@@ -103,6 +103,10 @@ class EndpointStatus(StatusModel):
     canary: CanaryStatus | None = Field(
         default=None, description="Canary of the desired revision. Unset if none is in progress."
     )
+    idle_since: OptionalTime = Field(
+        default=None,
+        description="Time since which the endpoint has no server for lack of requests, RFC 3339. Unset otherwise.",
+    )
     revisions: tuple[RevisionStatus, ...] = Field(
         default=(),
         max_length=8,

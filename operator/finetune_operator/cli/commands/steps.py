@@ -119,6 +119,7 @@ def cluster_facts(
         kserve=spec.endpoint is not None and spec.endpoint.runtime == "kserve",
         custom_metrics=spec.endpoint is not None and spec.endpoint.target_requests_in_flight is not None,
         http_routes=spec.endpoint is not None and spec.endpoint.traffic is not None,
+        http_scaled_objects=spec.endpoint is not None and spec.endpoint.idle is not None,
     )
     given = [name for name in ("model", "data", "hardware") if getattr(facts, name) is not None]
     if given:

@@ -1,0 +1,21 @@
+"""Recipe of a training: how it computes what its strategy leaves open, and what its memory and time depend on."""
+
+from __future__ import annotations
+
+from finetune_operator.planning.memory import Workload, loss_chunk_tokens
+from finetune_operator.planning.plan_types import HeadForm, Recipe
+
+
+def recipe_of(work: Workload, compiled: bool) -> Recipe:
+    """Return the recipe of a training."""
+    return Recipe(loss="chunked" if loss_chunk_tokens(work) else "full", compiled=compiled, head=_head(work))
+
+
+def _head(work: Workload) -> HeadForm:
+    strategy = work.strategy
+    if strategy.tensor > 1:
+        return "split"
+    if strategy.zero_stage == 3:
+        return "resharded"
+    # `finetune_trainer.strategies.fsdp` wraps the root without resharding it after the forward pass.
+    return "kept" if strategy.name == "fsdp" else "whole"

@@ -1,0 +1,36 @@
+"""The operator's start beside a CRD of an earlier release."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from finetune_operator.api.served_schema import OPENAPI_PATH, in_status, lacking, listed
+from finetune_operator.kubernetes_api.errors import ApiError
+from finetune_operator.shell.kube import Kube
+
+log = logging.getLogger(__name__)
+
+AGAIN_SECONDS = 5.0
+WAY_OUT = "Apply the CRD of this release: kubectl apply --server-side -k manifests/crd (docs/install.md)."
+
+
+async def wait_for_status_fields(kube: Kube) -> None:
+    """Wait until the API server accepts all fields that this release writes to statuses. Otherwise jobs would run
+    without a recorded state. Fields that only users set are logged. A schema that cannot be read holds up nothing.
+    """
+    told: tuple[str, ...] = ()
+    while True:
+        try:
+            differences = lacking(await kube.document(OPENAPI_PATH, "discovery"))
+        except ApiError as error:
+            log.info("cannot compare the CRD of FineTuneJob with this release: %s", error)
+            return
+        status = in_status(differences)
+        if differences and differences != told:
+            held = "No job is reconciled until it has those of status. " if status else ""
+            log.warning("the CRD of FineTuneJob lacks %s. %s%s", listed(status or differences), held, WAY_OUT)
+            told = differences
+        if not status:
+            return
+        await asyncio.sleep(AGAIN_SECONDS)
