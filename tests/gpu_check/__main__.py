@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from gpu_check import gpu_facts, gpu_jobs, gpu_kernels, gpu_links, gpu_nodes, gpu_spread
-from gpu_check.gpu_nodes import Nodes
+from gpu_check import gpu_facts, gpu_jobs, gpu_kernels, gpu_links, gpu_spread, several_nodes
 from gpu_check.gpu_report import Result, checked, write_report
+from gpu_check.several_nodes import Nodes
 
 GROUPS = ("kernels", "links", "trainings")
 LONGEST = 300.0
@@ -77,11 +77,11 @@ def machines(folder: Path, nodes: Nodes, longest: float) -> dict[str, Any]:
     if nodes.count == 1:
         return found
     folder.mkdir(parents=True, exist_ok=True)
-    gpu_nodes.announce(folder / f"node-{nodes.index}.json", json.dumps(found))
+    several_nodes.announce(folder / f"node-{nodes.index}.json", json.dumps(found))
     if not nodes.first:
         return found
-    texts = {str(each): gpu_nodes.awaited(folder / f"node-{each}.json", longest) for each in range(nodes.count)}
-    return {**found, "nodes": gpu_nodes.together(texts, nodes.count)}
+    texts = {str(each): several_nodes.awaited(folder / f"node-{each}.json", longest) for each in range(nodes.count)}
+    return {**found, "nodes": several_nodes.together(texts, nodes.count)}
 
 
 def _all_trainings(options: argparse.Namespace, ends: float, nodes: Nodes) -> Iterator[Result]:

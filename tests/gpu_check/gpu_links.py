@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
-from gpu_check.gpu_nodes import ALONE, Nodes
 from gpu_check.gpu_report import SkippedError
+from gpu_check.several_nodes import ALONE, Nodes
 
 ROUNDS = 10
 

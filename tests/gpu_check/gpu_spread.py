@@ -17,8 +17,8 @@ from typing import Any
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import Strategy, TrainerJob
 from gpu_check.gpu_jobs import Size, figures_of
-from gpu_check.gpu_nodes import Nodes, announce, awaited
 from gpu_check.gpu_report import SkippedError
+from gpu_check.several_nodes import Nodes, announce, awaited
 
 BASE = "single"
 """Name of the training whose rows and plan are used."""

@@ -76,7 +76,7 @@ def workload(case: Case, facts: ModelFacts) -> Workload:
         task=case.task,
         strategy=training.strategy,
         precision=case.precision,
-        optimizer="adamw",
+        optimizer=training.optimizer,
         world=training.world,
         micro_batch=case.rows,
         length=case.tokens,
@@ -209,7 +209,7 @@ def named_recipe(case: Case, facts: ModelFacts) -> dict[str, Any]:
 def name_recipes() -> None:
     """Write the recipes into the kept traces, which stay as they are: a trace has its form of loss by its case."""
     values = json.loads(KEPT.read_text(encoding="utf-8"))
-    for case in TRACED:
+    for case in (case for case in TRACED if case.name in values):
         kept = values[case.name]
         kept["recipe"] |= named_recipe(case, ModelFacts.model_validate(kept["facts"]))
     KEPT.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

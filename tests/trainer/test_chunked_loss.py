@@ -337,3 +337,60 @@ def test_strategies_train_the_same_with_smoothed_labels(way: str, alone: Any, tm
     ended = run.run(processes=2, deepspeed=run.deepspeed_config() if name == "deepspeed" else None)
     assert ended.exit_code == 0, ended.output
     assert run.losses() == pytest.approx(expected.losses(), rel=1e-4)
+
+
+PREFERENCE_WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ddp", {}),
+    "fsdp": ("fsdp", {}),
+    "ZeRO-2": ("deepspeed", {"zero_stage": 2}),
+    "ZeRO-3": ("deepspeed", {"zero_stage": 3}),
+}
+
+
+@pytest.fixture(scope="module")
+def preferring(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function of `bench`: the run of preference tuning in one process with all logits at once."""
+    made: list[Any] = []
+
+    def run(bench: Any) -> Any:
+        if not made:
+            data = tmp_path_factory.mktemp("pairs")
+            texts = [" ".join(WORDS[(at * 7 + each) % len(WORDS)] for each in range(3 + at % 9)) for at in range(96)]
+            lines = [{"prompt": f"{one} ", "chosen": one, "rejected": texts[at - 5]} for at, one in enumerate(texts)]
+            write_lines(data / "train.jsonl", lines)
+            write_lines(data / "validation.jsonl", lines[:8])
+            job = task_job(
+                "preference-tuning",
+                write_decoder(tmp_path_factory.mktemp("model") / "llama", "llama"),
+                data,
+                ["prompt", "chosen", "rejected"],
+                training={**training_of(steps=4, batch=8, micro=8), "arguments": {"adam_epsilon": 1e-5}},
+                preparation={"max_length": 64},
+                evaluation=None,
+                predict=None,
+            )
+            made.append(type(bench)(tmp_path_factory.mktemp("preferring"), job))
+            assert made[0].run(Stage.PREPARE).exit_code == 0
+            made[0].train_here()
+        return made[0]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", PREFERENCE_WAYS)
+def test_strategies_tune_the_same_preferences_in_chunks(
+    way: str, preferring: Any, bench: Any, tmp_path: Path, compared
+) -> None:
+    strategy, settings = PREFERENCE_WAYS[way]
+    expected = preferring(bench)
+    run = expected.at(tmp_path / "w").spread(strategy, 2, **settings)
+    case = run.case(processes=2, deepspeed=run.deepspeed_config() if strategy == "deepspeed" else None)
+    call = {"call": "process_support.chunked:train", "arguments": {"arguments": case["arguments"], "logits": 400}}
+    codes, output = fork_server().run({**case, **call})
+    assert codes == [0, 0], output
+    counts = [int(count) for count in re.findall(r"(\d+) chunks were computed", output)]
+    # In the forward and in the backward pass of each of the four steps.
+    assert len(counts) == 2
+    assert min(counts) >= 2 * 2 * 4
+    assert max(compared(run, expected)) <= 1e-5

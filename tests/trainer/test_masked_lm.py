@@ -19,7 +19,7 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.inference.evaluate import evaluate
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.progress import NoProgress
-from finetune_trainer.tasks.masked_lm import MaskedLm
+from finetune_trainer.tasks.masked_lm import MaskedLm, seed_words
 from finetune_trainer.tasks.task_protocol import DRAW, Coding
 from finetune_trainer.training.order import EpochOrder, TrainRows
 from trainer_support.tasks import (
@@ -95,6 +95,14 @@ def test_tokens_are_masked_as_in_the_training_of_bert(model) -> None:
     other = TASK.collate([{**feature, DRAW: (11, 1)}], pad_token_id=0)
     assert torch.equal(again["labels"], batch["labels"])
     assert not torch.equal(other["labels"], batch["labels"])
+
+
+@pytest.mark.parametrize("draw", [(), (0, 0), (42, 3), (1 << 40 | 5, 7), (1 << 64) - 1], ids=str)
+def test_seed_is_that_of_numpy_for_a_list_of_numbers(draw: Any) -> None:
+    draw = draw if isinstance(draw, tuple) else (draw,)
+    ids = np.array([0, 7, 30521, 128255])
+    expected = np.random.default_rng([*draw, *ids.tolist()]).random(8)
+    assert np.array_equal(np.random.default_rng(seed_words(draw, ids)).random(8), expected)
 
 
 @pytest.mark.parametrize("word", WORDS)

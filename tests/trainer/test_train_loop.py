@@ -16,12 +16,16 @@ from finetune_contract.facts import DeviceFacts
 from finetune_contract.layout import FailureClass
 from finetune_contract.measured_devices import MeasuredDevices
 from finetune_contract.trainer_job import MOST_SAVING, CheckpointSchedule, EarlyStopping, Strategy
+from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.failures import StageError
 from finetune_trainer.reporting import merge_metrics
 from finetune_trainer.strategies.shard_files import StagedState
+from finetune_trainer.tasks.task_registry import task_module
 from finetune_trainer.training.background_work import BackgroundWork
+from finetune_trainer.training.dealing import Deal
 from finetune_trainer.training.engine import Engine, StepFigures
 from finetune_trainer.training.interruption import Interruption
+from finetune_trainer.training.reference_answers import ReferenceAnswers
 from finetune_trainer.training.saving import RunSaver
 from finetune_trainer.training.validation_rounds import Validation
 from suite_plugins.patience import patient
@@ -315,6 +319,25 @@ def test_figures_of_a_step_are_read_when_the_next_one_is_queued(here, monkeypatc
     assert reports[0] == reports[1]
 
 
+def test_halved_validation_has_the_metrics_of_whole_batches(here):
+    import torch
+
+    prepared, task = PreparedData.open(here.paths), task_module(here.job.task)
+    model = task.build_model(here.job, prepared.facts)
+    validation = Validation(Deal(prepared, task, 500, 0, 1, halves=True), ReferenceAnswers())
+    cpu, batches = torch.device("cpu"), []
+    expected = validation.metrics(model, cpu, batches.append)
+    whole = len(batches)
+
+    def fail(_module: Any, _given: Any, named: dict[str, Any]) -> None:
+        if named["input_ids"].numel() > 200:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    model.register_forward_pre_hook(fail, with_kwargs=True)
+    assert validation.metrics(model, cpu, batches.append) == pytest.approx(expected, rel=1e-5)
+    assert len(batches) > 2 * whole
+
+
 def test_preemption_reports_the_last_step(here, monkeypatch):
     steps = iter([False, False, True])
 
@@ -336,8 +359,6 @@ def test_preemption_reports_the_last_step(here, monkeypatch):
 def test_label_smoothing_is_in_the_loss_of_the_whole_global_batch(here, bench):
     import torch
 
-    from finetune_trainer.data.prepared import PreparedData
-    from finetune_trainer.tasks.task_registry import task_module
     from finetune_trainer.training.order import EpochOrder
 
     run = here.spread("single", 1, micro=4).with_training(max_steps=1, label_smoothing=0.3)

@@ -35,7 +35,9 @@ def planned(strategy: dict[str, Any], arguments: dict[str, Any] | None = None) -
     [
         pytest.param({"strategy": "ddp"}, {}, ("chunked", False, "whole"), id="ddp"),
         pytest.param({"strategy": "deepspeed", "zeroStage": 3}, {}, ("chunked", False, "resharded"), id="ZeRO-3"),
-        pytest.param({"strategy": "ddp"}, {"torch_compile": True}, ("full", True, "whole"), id="compiled"),
+        pytest.param({"strategy": "ddp"}, {"torch_compile": True}, ("chunked", True, "whole"), id="compiled"),
+        pytest.param({"strategy": "fsdp"}, {}, ("chunked", False, "resharded"), id="fsdp"),
+        pytest.param({"strategy": "fsdp", "sharding": "grad-op"}, {}, ("chunked", False, "kept"), id="fsdp, gathered"),
         pytest.param({"tensor": 8}, {}, None, id="tensor"),
     ],
 )

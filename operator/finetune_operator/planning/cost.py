@@ -10,7 +10,13 @@ from __future__ import annotations
 from finetune_contract.arguments import allows_tf32, compiles, needs_whole_logits
 from finetune_contract.choices import Precision
 from finetune_contract.facts import ModelFacts
-from finetune_contract.plans import CHUNKED_LOSS_FAMILIES, CHUNKED_LOSS_TASKS, chunks_loss, loss_tokens
+from finetune_contract.plans import (
+    CHUNKED_LOSS_FAMILIES,
+    CHUNKED_LOSS_TASKS,
+    SLICED_NORM_FAMILIES,
+    chunks_loss,
+    loss_tokens,
+)
 from finetune_contract.trainer_job import Adapter, Batch, Strategy
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import human_seconds
@@ -148,6 +154,7 @@ def step_work(draft: Draft, strategy: Strategy, micro: int, accumulation: int) -
         four_bit=four_bit_weights(draft.model, draft.adapter),
         chunked_loss=_chunks_loss(draft, strategy, micro),
         compiled=compiles(draft.training.arguments),
+        split_norms=strategy.pipeline is None and draft.model.model_type in SLICED_NORM_FAMILIES,
         loader_workers=_loader_workers(draft),
         causal=texts and alone,
         secondary_shards=secondary_shards(draft.spec.parallelism),

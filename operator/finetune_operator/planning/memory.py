@@ -830,6 +830,11 @@ def _apart(work: Workload) -> bool:
     return work.strategy.name == "fsdp" and decoder and not work.model.tied_embeddings
 
 
+def reshards_head(work: Workload) -> bool:
+    """Return whether FSDP releases the weights of a head between its forward and its backward pass."""
+    return _apart(work) and work.strategy.fsdp_sharding != "grad-op" and not work.shards_stages
+
+
 def _gathered(work: Workload, moment: Moment) -> MemoryTerm | None:
     """Return the weights that a process has whole: with fully_shard the root from forward to backward, or the head
     until its gradient is reduced, the block that computes and the prefetched one, or all of its stages during a pass;

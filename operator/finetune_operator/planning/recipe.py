@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune_operator.planning.memory import Workload, loss_chunk_tokens
+from finetune_operator.planning.memory import Workload, loss_chunk_tokens, reshards_head
 from finetune_operator.planning.plan_types import HeadForm, Recipe
 
 
@@ -15,7 +15,6 @@ def _head(work: Workload) -> HeadForm:
     strategy = work.strategy
     if strategy.tensor > 1:
         return "split"
-    if strategy.zero_stage == 3:
+    if strategy.zero_stage == 3 or reshards_head(work):
         return "resharded"
-    # `finetune_trainer.strategies.fsdp` wraps the root without resharding it after the forward pass.
     return "kept" if strategy.name == "fsdp" else "whole"

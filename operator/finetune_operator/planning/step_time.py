@@ -263,7 +263,7 @@ class StepWork:
     recomputed_products: float = 0.0
     """Share of the matrix products that selective checkpointing repeats; 0 in this project's trainer."""
     split_norms: bool = False
-    """True if tensor ranks share what lies between split layers, too; False in this project's trainer."""
+    """True if tensor ranks share what lies between split layers, too (`SLICED_NORM_FAMILIES`)."""
     tf32: bool = False
     """True if a training in fp32 multiplies in TF32 on GPUs that have it."""
     reduced_bytes: int = 4
@@ -393,7 +393,7 @@ def _host_seconds(work: StepWork) -> float:
     """Return the seconds in which the host launches the kernels of one pass and runs a strategy's hooks."""
     strategy, layers, repeated = work.strategy, work.model.layers, _repeated(work)
     of_layer = GATED_KERNELS_OF_A_LAYER if _is_gated(work.model) else KERNELS_OF_A_LAYER
-    kernels = of_layer * layers + ADAPTER_KERNELS * work.adapted
+    kernels = float(of_layer * layers + ADAPTER_KERNELS * work.adapted)
     kernels *= (1 + repeated * (REPEATED_LAUNCHES - 1)) / (3 if work.compiled else 1)
     hooks = HOOK_SECONDS[strategy.sharding] * layers * (1 + repeated / 3)
     pipeline = 1 if strategy.pipeline is None else strategy.pipeline.degree

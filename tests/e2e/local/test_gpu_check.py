@@ -15,8 +15,8 @@ import torch
 
 from gpu_check.gpu_jobs import BY_MEMORY, SMALL, WAYS, size_of
 from gpu_check.gpu_kernels import KERNELS
-from gpu_check.gpu_nodes import Nodes, together
 from gpu_check.gpu_report import Result, SkippedError, as_markdown, checked
+from gpu_check.several_nodes import Nodes, together
 from suite_plugins.patience import patient
 
 TESTS = Path(__file__).parents[2]

@@ -70,22 +70,27 @@ class GradientReducer:
     """Buckets of the last step whose reduction began during the backward pass."""
 
     def __post_init__(self) -> None:
-        owners = [None] * len(self.weights) if self.owners is None else list(self.owners)
-        early = [number for number, each in enumerate(self.weights) if id(each) not in self.late]
-        late = [number for number, each in enumerate(self.weights) if id(each) in self.late]
-        self.buckets = [
-            bucket
-            for numbers in (early, late)
-            for bucket in in_buckets([self.weights[each] for each in numbers], [owners[each] for each in numbers])
-        ]
-        self._bucket_of = {id(each): bucket for bucket in self.buckets for each in bucket.weights}
+        self._arrange(self.late)
+        self._arranged = False
         self._held = False
         self._next = 0
         self._on_its_way: list[_OnItsWay] = []
-        self._reset()
         for each in self.weights:
             if id(each) not in self.late:
                 each.register_post_accumulate_grad_hook(self._added)
+
+    def _arrange(self, late: frozenset[int]) -> None:
+        """Put the weights in buckets, those with the ids `late` behind all others."""
+        owners = [None] * len(self.weights) if self.owners is None else list(self.owners)
+        pairs = list(zip(self.weights, owners, strict=True))
+        self.buckets = [
+            bucket
+            for is_late in (False, True)
+            for part in [[pair for pair in pairs if (id(pair[0]) in late) == is_late]]
+            for bucket in in_buckets([weight for weight, _ in part], [owner for _, owner in part])
+        ]
+        self._bucket_of = {id(each): bucket for bucket in self.buckets for each in bucket.weights}
+        self._reset()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -113,9 +118,16 @@ class GradientReducer:
         for each, is_used in zip(self.weights, used.tolist(), strict=True):
             if not is_used:
                 each.grad = None
-        self._reset()
+        if self._arranged:
+            self._reset()
+            return
+        # From the second step on, weights that no rank has used do not keep others from being reduced early.
+        self._arranged = True
+        unused = (id(each) for each, is_used in zip(self.weights, used.tolist(), strict=True) if not is_used)
+        self._arrange(self.late.union(unused))
 
     def _reset(self) -> None:
+        """Expect the gradients of the next step."""
         self._next = 0
         for bucket in self.buckets:
             bucket.missing = self.passes * len(bucket.weights)

@@ -232,10 +232,19 @@ class MaskedLm(LanguageTask):
         return surprising_rows(answers, split, most)
 
 
+def seed_words(draw: Sequence[int], ids: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """Return the 32-bit words from which numpy makes the seed of the numbers `draw` and `ids`, the low word first.
+
+    numpy converts a list number by number: 2 ms for 500 tokens, many times as long as all the rest of `_masked`.
+    """
+    words = [number >> shift & 0xFFFFFFFF for number in draw for shift in range(0, max(1, number.bit_length()), 32)]
+    return np.concatenate([np.array(words, np.uint32), ids.astype(np.uint32)])
+
+
 def _masked(feature: Feature) -> Feature:
     """Mask some tokens, and label them: at least one, as in BERT's own preparation of data."""
     ids, fresh = np.array(feature["input_ids"], np.int64), np.asarray(feature["fresh"]) == 1
-    draw = np.random.default_rng([*feature.get(DRAW, ()), *ids.tolist()])
+    draw = np.random.default_rng(seed_words(feature.get(DRAW, ()), ids))
     chance = np.where(fresh, draw.random(len(ids)), 1)
     selected = fresh & ((chance < SELECTED_SHARE) | (chance == chance.min()))
     fate = draw.random(len(ids))

@@ -47,7 +47,7 @@ watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 LEAST_TEMPERATURE = 1e-5
 """Temperature below which the likeliest token is taken: logits over a smaller one overflow fp32. vLLM has this bound,
-too (_SAMPLING_EPS of its sampling_params.py)."""
+too (_SAMPLING_EPS of its v1/sample/sampler.py)."""
 
 
 def search(generation: Generation) -> dict[str, Any]:
