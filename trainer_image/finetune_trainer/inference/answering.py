@@ -15,9 +15,10 @@ import numpy as np
 import pyarrow as pa
 
 from finetune_contract.choices import Stage
+from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass
-from finetune_contract.trainer_job import Columns, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import FeatureSet, PreparedData, PreparedSplit
 from finetune_trainer.data.row_shards import BadRow, RowShard, ShardKey, ShardRows, most_of

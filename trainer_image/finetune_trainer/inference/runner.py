@@ -10,8 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from finetune_contract.choices import Device, InferencePrecision, Stage
+from finetune_contract.inference_settings import Evaluation, Generation, Prediction
 from finetune_contract.layout import FailureClass, JobPaths
-from finetune_contract.trainer_job import Evaluation, Generation, Prediction, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.distributed import refuse_missing_gpu
