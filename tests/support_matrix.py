@@ -13,7 +13,8 @@ from functools import cache
 from typing import Any, get_args
 
 from finetune_contract.choices import AdapterMethod, Precision, Task
-from finetune_contract.combinations import CONSTRAINTS, FIELDS, Term
+from finetune_contract.combinations import CONSTRAINTS
+from finetune_contract.constraints import FIELDS, Term
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
 from finetune_operator.api.support import ROWS, served_words

@@ -49,7 +49,7 @@ class Background:
             raise broken
 
     def close(self, *last: Coroutine[Any, Any, Any]) -> None:
-        """Cancel all tasks, then run the coroutines `last`."""
+        """Cancel all tasks, then run the coroutines `last`, and end what they and the tasks left behind."""
 
         async def cancel() -> None:
             tasks = list(self._tasks)
@@ -58,7 +58,12 @@ class Background:
             await asyncio.gather(*tasks, return_exceptions=True)
             for work in last:
                 await work
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
 
         self.run(cancel())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(patient(10))
+        self._loop.close()

@@ -47,6 +47,15 @@ class _Running:
     switched: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when `play` was replaced by one to follow at once."""
 
+    async def ended(self, seconds: float | None) -> None:
+        """Wait until the pod is being deleted or follows another play, at most `seconds`."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.stop, self.switched)]
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # also where the stand-in itself is cancelled
+            for wait in waits:
+                wait.cancel()
+
 
 class Kubelet:
     """All stand-in nodes of a cluster, and the volumes for claims of the class `finetune-stand-in`."""
@@ -236,7 +245,7 @@ class Kubelet:
         log_key = (pod["metadata"]["namespace"], pod["metadata"]["name"])
         self._logs[log_key] = running.play.log
         await self._status(pod, _running_status(pod, started, running.play.address))
-        await self._until_its_end(running)
+        await running.ended(running.play.lasts)
         stopped = running.stop.is_set()
         if stopped:
             await asyncio.sleep(running.play.stops_after)
@@ -272,16 +281,7 @@ class Kubelet:
         reason, message = running.play.waiting
         state = {"waiting": {"reason": reason, "message": message}}
         await self._status(pod, {"phase": "Pending", "startTime": now(), **_containers(pod, state, ready=False)})
-        waits = [asyncio.ensure_future(event.wait()) for event in (running.stop, running.switched)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
-
-    async def _until_its_end(self, running: _Running) -> None:
-        waits = [asyncio.ensure_future(event.wait()) for event in (running.stop, running.switched)]
-        await asyncio.wait(waits, timeout=running.play.lasts, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+        await running.ended(None)
 
     async def _ended_status(self, pod: Object, play: Play, started: str) -> Object:
         terminated = {

@@ -71,10 +71,6 @@ class OperatorProcess:
         return self._process.pid
 
     @property
-    def progress_url(self) -> str:
-        return f"https://127.0.0.1:{self.progress_port}"
-
-    @property
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 

@@ -19,7 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import core_model_loading
 
-from finetune_contract.trainer_job import InferenceProcesses, ModelSource, TrainerJob
+from finetune_contract.data_settings import ModelSource
+from finetune_contract.inference_settings import InferenceProcesses
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.inference.pod_processes import is_placed, placement, places, refuse_host_memory, settle_gpus
 from finetune_trainer.inference.runner import settle

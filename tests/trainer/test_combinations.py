@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from finetune_contract.choices import Stage
-from finetune_contract.combinations import CONSTRAINTS, Choices, broken, choices_of
+from finetune_contract.combinations import CONSTRAINTS, broken
+from finetune_contract.constraints import Choices, choices_of
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.distributed import ProcessWorld

@@ -22,7 +22,8 @@ NAME = "acme/private"
 
 PROGRAM = """
 import json, os, sys
-from finetune_contract.trainer_job import ModelSource, TrainerJob
+from finetune_contract.data_settings import ModelSource
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config, pinned
 

@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from finetune_contract.trainer_job import Columns
+from finetune_contract.data_settings import Columns
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.tasks.task_protocol import Labels, Targets

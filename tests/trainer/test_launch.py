@@ -19,9 +19,9 @@ import psutil
 import pytest
 
 from finetune_contract.choices import Stage
+from finetune_contract.data_settings import Preparation
 from finetune_contract.layout import ENV_GRACE_SECONDS, ENV_STACKS_SECONDS, FailureClass, JobPaths
 from finetune_contract.report import TrainerReport
-from finetune_contract.trainer_job import Preparation
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.distributed import free_port
 from process_support.command_lines import command_of

@@ -19,9 +19,10 @@ import pytest
 import torch
 
 from finetune_contract.choices import Stage
+from finetune_contract.inference_settings import InferenceProcesses
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.report import TrainerReport
-from finetune_contract.trainer_job import InferenceProcesses, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.evaluate import evaluate
 from finetune_trainer.inference.pod_processes import BatchShare, visible_gpus

@@ -19,8 +19,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from finetune_contract.inference_settings import Serving
 from finetune_contract.layout import JobPaths
-from finetune_contract.trainer_job import Serving
 from suite_plugins.patience import patient
 from trainer_support.served import Served, served
 from trainer_support.served_models import ROWS, write_served_model

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from huggingface_hub import InferenceClient
 
+from finetune_contract.inference_settings import Serving
 from finetune_contract.layout import INFERENCE_PATHS, JobPaths
-from finetune_contract.trainer_job import Serving
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.progress import NoProgress

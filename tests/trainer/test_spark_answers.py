@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from finetune_contract.inference_settings import Generation
 from finetune_contract.layout import FailureClass, JobPaths
-from finetune_contract.trainer_job import Generation
 from finetune_trainer import spark
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference import predict as stage

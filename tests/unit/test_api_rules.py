@@ -81,3 +81,28 @@ def test_hint_for_an_indivisible_batch_names_the_nearest_valid_ones() -> None:
     assert rule.advice is not None
     assert rule.advice(spec) == "use 96 or 112, multiples of 16 = 16 ranks"
     assert (certain_ranks(spec), nearest_multiples(100, 16), nearest_multiples(3, 16)) == (16, (96, 112), (16,))
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "resources", "field", "text"),
+    [
+        ({"tensor": 3}, {"gpusPerNode": 4}, "parallelism.tensor", "must divide the number of processes"),
+        (
+            {"tensor": 2, "pipeline": {"degree": 3}},
+            {"gpusPerNode": 8},
+            "parallelism.tensor",
+            "times pipeline.degree must divide the number of processes",
+        ),
+        ({"sequence": 5}, {"gpusPerNode": 8}, "parallelism.sequence", "must divide the number of processes"),
+        ({"tensor": 3}, {"processesPerNode": 4}, "resources.processesPerNode", "times spec.resources.nodes must be"),
+    ],
+)
+def test_uneven_replicas_are_reported_at_the_field_that_the_job_sets(
+    parallelism: dict[str, Any], resources: dict[str, Any], field: str, text: str
+) -> None:
+    spec = laid_over({"task": "text-generation", "parallelism": parallelism, "resources": resources})
+    rule = next(rule for rule in RULES if rule.name == "model-parallel-divides-world")
+    assert not rule.holds(spec)
+    reported = rule.reported(spec)
+    assert reported[0] == field
+    assert reported[1].startswith(text)

@@ -31,7 +31,7 @@ from finetune_operator.api.rules.column_rules import COLUMN_TASKS
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
 from finetune_operator.api.shapes import Fields, accepts, find, leaves, spec_shape
 from finetune_operator.api.support import works
-from finetune_operator.api.types import ObjectMeta
+from finetune_operator.api.types import FineTuneJob, ObjectMeta
 from finetune_operator.api.validation import validate_job
 from finetune_operator.cli.main import app
 from finetune_operator.documents import read_documents
@@ -129,7 +129,10 @@ def test_the_hint_of_a_rule_keeps_the_rule(name: str, patch: dict[str, Any]) -> 
     rule = next(rule for rule in RULES if rule.name == name)
     document = job(**patch)
     # A block without behaviour is reported alone: its rules wait until it is supported.
-    blamed = [problem for problem in problems_of(document) if problem.path == f"spec.{rule.path}"]
+    places = {f"spec.{rule.path}"}
+    if rule.cause is not None:
+        places.add(f"spec.{rule.reported(FineTuneJob.model_validate(document).spec)[0]}")
+    blamed = [problem for problem in problems_of(document) if problem.path in places]
     problems = blamed or [problem for problem in problems_of(document) if problem.reason == "NotYetSupported"]
     assert problems, "no problem is reported"
     ways = [without_gone(apply(document, edits)) for edits in alternatives(problems[0])]

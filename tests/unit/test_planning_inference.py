@@ -602,8 +602,19 @@ def test_server_generates_texts_by_name_or_within_a_tolerance() -> None:
     for predict, why in (({}, "tolerance is not set"), ({"tolerance": 0.9}, "a server has no beam search")):
         beams = {"generation": {"numBeams": 2}} if predict else {}
         plain = computed({"server": server, **predict}, task=task, **beams)
-        assert optimization(plain)[0] == "none"
+        assert optimization(plain)[0] == ("none" if beams else "measured")
         assert any(why in reason for reason in plain.reasons)
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_auto_measures_continuous_batching_of_greedy_texts(gpus: int) -> None:
+    made = computed({}, gpus=gpus, task="text-generation")
+    assert optimization(made) == ("measured", None)
+    assert any("by continuous batching where it is faster" in reason for reason in made.reasons)
+    for generation in ({"numBeams": 2}, {"temperature": 0.7}):
+        assert optimization(computed({}, gpus=gpus, task="text-generation", generation=generation)) == ("none", None)
+    by_name = computed({"optimization": "continuous-batching"}, gpus=gpus, task="preference-tuning")
+    assert optimization(by_name) == ("continuous-batching", None)
 
 
 def test_named_optimization_is_kept_where_it_can_compute() -> None:

@@ -12,9 +12,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from finetune_contract.choices import Stage
+from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
 from finetune_contract.plans import loss_tokens
-from finetune_contract.trainer_job import Batch, CheckpointSchedule, Columns, Strategy, World
+from finetune_contract.trainer_job import Batch, CheckpointSchedule, Strategy, World
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.rules import RULES
@@ -301,7 +302,7 @@ def test_preference_tuning_computes_its_loss_in_chunks_of_logits():
             {**spec, "training": {**training, "arguments": arguments}},
             model=shape, data=rows(3200, longest=200, mean=100), **hardware,
         )
-        for arguments in ({}, {"torch_compile": True})
+        for arguments in ({}, {"use_liger_kernel": True})
     )  # fmt: skip
 
     def logits(result: JobPlan) -> str:
@@ -903,7 +904,8 @@ AS_ON_THE_NODE = {"gpusPerNode": "auto"}
 def test_violation_that_depends_on_the_node_reads_as_in_validation(spec, hardware, rule):
     broken = next(each for each in RULES if each.name == rule)
     problems = refused(spec, hardware=hardware)
-    assert [problem[::2] for problem in problems] == [(f"spec.{broken.path}", broken.text)]
+    path, text = broken.reported(job(spec).spec)
+    assert [problem[::2] for problem in problems] == [(f"spec.{path}", text)]
 
 
 def test_problems_of_one_group_are_reported_together():

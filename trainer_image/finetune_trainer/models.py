@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune_contract.data_settings import ModelSource
 from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import JUDGED_AFTER_TRAINING, WRITING
-from finetune_contract.trainer_job import ModelSource, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError, chain
 from finetune_trainer.uris import Uri, hub_name, local_path, package_path
 

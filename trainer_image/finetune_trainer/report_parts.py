@@ -16,11 +16,12 @@ from finetune_contract.byte_text import human_bytes
 from finetune_contract.charts import Bars, bars
 from finetune_contract.choices import Stage, Task
 from finetune_contract.facts import DataFacts, SplitFacts
+from finetune_contract.inference_settings import Gate
 from finetune_contract.layout import JobPaths
 from finetune_contract.metrics import METRICS
 from finetune_contract.plan_check import PlanCheck, human_step
 from finetune_contract.report import TrainerReport
-from finetune_contract.trainer_job import Gate, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 
 _BARS = 24
 """Limit of bars in a histogram."""

@@ -272,8 +272,8 @@ def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _rung_rows(table: Mapping[str, Any] | None) -> list[tuple[str, ...]]:
-    """Return name, rows a second, rows with the plain model's labels, largest difference of their scores, the metric
-    that has lost most, memory, time to create it, and the reason for taking it or not.
+    """Return name, rows and tokens a second, rows with the plain model's labels, largest difference of their scores,
+    the metric that has lost most, memory, time to create it, and the reason for taking it or not.
     """
 
     def shown(value: Any, text: Callable[[Any], str]) -> str:
@@ -283,6 +283,7 @@ def _rung_rows(table: Mapping[str, Any] | None) -> list[tuple[str, ...]]:
         (
             str(rung["name"]) + (" (used)" if rung["chosen"] else ""),
             shown(rung["rowsPerSecond"], "{:,.0f}".format),
+            shown(rung.get("tokensPerSecond"), "{:,.0f}".format),
             shown(rung["agreement"], "{:.2%}".format),
             shown(rung["largestDifference"], "{:.2g}".format),
             _worst_metric(rung),

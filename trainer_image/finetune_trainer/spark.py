@@ -21,8 +21,10 @@ import numpy as np
 import pyarrow as pa
 
 from finetune_contract.choices import Device, InferencePrecision, Task
+from finetune_contract.data_settings import Columns, ModelSource, Preparation
+from finetune_contract.inference_settings import Generation, Prediction
 from finetune_contract.layout import FailureClass, JobPaths
-from finetune_contract.trainer_job import Columns, Generation, ModelSource, Prediction, Preparation, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.prepare import labels_of_model
 from finetune_trainer.data.row_shards import RowShard, ShardKey, rows_of_table
 from finetune_trainer.data.shards import Encoder

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
+from finetune_contract.inference_settings import Evaluation, Prediction
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import MeasuredFacts
-from finetune_contract.trainer_job import Evaluation, Prediction, Script, TrainerJob, Training
+from finetune_contract.trainer_job import Script, TrainerJob, Training
 from finetune_trainer import collection, runs
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.findings import Findings

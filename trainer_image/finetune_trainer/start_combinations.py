@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from finetune_contract.combinations import Constraint, broken, choices_of
+from finetune_contract.combinations import broken
+from finetune_contract.constraints import Constraint, choices_of
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import TrainerJob, Training
 from finetune_trainer.failures import StageError

@@ -21,9 +21,11 @@ from rich.padding import Padding
 from rich.table import Table
 
 from finetune_contract.checked import CheckedData, CheckedSplit, TextLengths
+from finetune_contract.data_settings import Preparation
+from finetune_contract.inference_settings import Evaluation, Gate, Generation, Prediction
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import FailureReport
-from finetune_contract.trainer_job import Evaluation, Gate, Generation, Prediction, Preparation, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.types import EvaluationSpec, FineTuneJob, FineTuneJobSpec, PredictSpec, TrainingSpec
 from finetune_operator.cli import hub_reach

@@ -50,7 +50,7 @@ from finetune_operator.cli.workspace import (
     record_inputs,
     size_of,
 )
-from finetune_operator.planning.inference import requested_processes
+from finetune_operator.planning.inference_processes import requested_processes
 from finetune_operator.planning.plan import misfits, plan
 from finetune_operator.planning.plan_types import Facts, JobPlan
 from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, files

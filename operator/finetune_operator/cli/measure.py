@@ -27,10 +27,11 @@ import psutil
 from pydantic import ValidationError
 
 from finetune_contract.byte_text import human_bytes
+from finetune_contract.data_settings import ModelSource
 from finetune_contract.facts import HardwareFacts, ModelFacts, TrainerFacts
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import TrainerReport
-from finetune_contract.trainer_job import ModelSource, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.cli import hub_reach
 from finetune_operator.cli.console import err, note

@@ -5,7 +5,7 @@ The plan decides the spec's open choices; contradictions that follow are refused
 
 from __future__ import annotations
 
-from finetune_contract.combinations import Choices
+from finetune_contract.constraints import Choices
 from finetune_operator.api.field_values import value_at
 from finetune_operator.api.rules import RULES
 from finetune_operator.api.rules.combination_rules import choices_of
@@ -18,10 +18,11 @@ def check_rules(draft: Draft) -> Draft:
     spec = _decided_spec(draft)
     for rule in RULES:
         if not rule.holds(spec):
-            path = tuple(rule.path.split("."))
+            field, text = rule.reported(draft.spec)
+            path = tuple(field.split("."))
             value = value_at(draft.spec.model_dump(mode="json", by_alias=True), path)
             hint = rule.advice(spec) if rule.advice else rule.hint
-            draft = draft.refusing(path, value, rule.text, hint, "Required" if value is None else "Invalid")
+            draft = draft.refusing(path, value, text, hint, "Required" if value is None else "Invalid")
     return draft
 
 

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from finetune_contract.choices import RUNG_TASKS, Optimization, Stage
-from finetune_contract.trainer_job import ServedAdapter, Serving
+from finetune_contract.inference_settings import ServedAdapter, Serving
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.types import EndpointSpec
 from finetune_operator.launchers.idle_kind import IDLE_API, IDLE_KIND
@@ -21,7 +21,7 @@ from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.endpoint_runtime import choose_runtime
 from finetune_operator.planning.gpu_nodes import gpu_resource
 from finetune_operator.planning.host_memory import inference_bytes, memory_request
-from finetune_operator.planning.inference import inference_tokens
+from finetune_operator.planning.inference_memory import inference_tokens
 from finetune_operator.planning.plan_types import Servers, VllmServer
 from finetune_operator.planning.vllm_plan import by_vllm, choose_vllm, host_memory_bytes
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from finetune_contract.arguments import needs_whole_logits
 from finetune_contract.choices import CheckpointingMode, OffloadDevice
-from finetune_contract.combinations import Choices, broken
+from finetune_contract.combinations import broken
+from finetune_contract.constraints import Choices
 from finetune_contract.trainer_job import Strategy, World
 from finetune_operator.api.rules.parallelism import secondary_shards
 from finetune_operator.api.rules.processes import requested_strategy

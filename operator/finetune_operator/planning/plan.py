@@ -28,15 +28,9 @@ from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.draft_start import begin
 from finetune_operator.planning.endpoint_plan import choose_servers
 from finetune_operator.planning.engines import choose_engine, choose_predict_engine
-from finetune_operator.planning.inference import (
-    check_inference,
-    choose_inference,
-    choose_optimization,
-    choose_processes,
-    choose_tensor,
-    choose_workers,
-    inference_tokens,
-)
+from finetune_operator.planning.inference import check_inference, choose_inference, choose_optimization
+from finetune_operator.planning.inference_memory import inference_tokens
+from finetune_operator.planning.inference_processes import choose_processes, choose_tensor, choose_workers
 from finetune_operator.planning.ladder import workload
 from finetune_operator.planning.learned import correction_reasons
 from finetune_operator.planning.model_parallel_plan import check_model_parallel

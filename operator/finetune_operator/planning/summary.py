@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import Stage
-from finetune_contract.trainer_job import Adapter, Serving, Training
+from finetune_contract.inference_settings import Serving
+from finetune_contract.trainer_job import Adapter, Training
 from finetune_operator.api.quantities import human_count, human_seconds
 from finetune_operator.planning.adapter_sizes import trained_parameters
 from finetune_operator.planning.batch import batch_arithmetic

@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 from finetune_contract.choices import Stage, Task
-from finetune_contract.trainer_job import (
-    Columns,
-    DataSource,
-    EarlyStopping,
-    Evaluation,
-    Gate,
-    Generation,
-    InferenceProcesses,
-    ModelSource,
-    Prediction,
-    Preference,
-    Preparation,
-    Splits,
-    TrainerJob,
-    Training,
-)
+from finetune_contract.data_settings import Columns, DataSource, ModelSource, Preparation, Splits
+from finetune_contract.inference_settings import Evaluation, Gate, Generation, InferenceProcesses, Prediction
+from finetune_contract.trainer_job import EarlyStopping, Preference, TrainerJob, Training
 from finetune_operator.api.types import DatasetSpec, FineTuneJobSpec
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.endpoint_plan import judged_optimization, serving_order
-from finetune_operator.planning.inference import (
-    inference_tokens,
-)
+from finetune_operator.planning.inference_memory import inference_tokens
 from finetune_operator.planning.script import script_order
 
 _TASK_COLUMNS: dict[Task, tuple[str, ...]] = {

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from finetune_contract.choices import Stage
-from finetune_contract.trainer_job import DataSource, TrainerJob
+from finetune_contract.data_settings import DataSource
+from finetune_contract.trainer_job import TrainerJob
 from finetune_operator.api.problems import Problem, describe_value
 from finetune_operator.api.types import DNS_SUBDOMAIN_PATTERN, FineTuneJobSpec
 from finetune_operator.planning.names import JobNames

@@ -47,19 +47,13 @@ from finetune_operator.reconcile.learning import learned_from
 from finetune_operator.reconcile.observed import pods_being_deleted, redacted_log, wanted_logs
 from finetune_operator.reconcile.plan_checks import plan_check_of
 from finetune_operator.reconcile.reconcile_state import has_started
-from finetune_operator.reconcile.reconcile_types import (
-    NO_FINDINGS,
-    Decision,
-    EventNote,
-    JobView,
-    ObjectRef,
-    Observed,
-)
+from finetune_operator.reconcile.reconcile_types import NO_FINDINGS, Decision, JobView, ObjectRef, Observed
 from finetune_operator.reconcile.route_state import has_route, route_view
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME
 from finetune_operator.rendering.render_types import UID_LABEL, Manifest, ProgressEndpoint
 from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.foreign_objects import ForeignObjects
+from finetune_operator.shell.job_events import YIELD_SECONDS, JobEvents
 from finetune_operator.shell.job_memory import JobMemory, Reading, View
 from finetune_operator.shell.job_objects import JobObjects
 from finetune_operator.shell.node_reading import NodeReading
@@ -80,8 +74,6 @@ STALE_SECONDS = 300.0
 """After this long without an update of a running attempt, the API server is asked once whether one was lost."""
 FIRST_RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 60.0
-YIELD_SECONDS = 2.0
-"""Longest delay of a status or an event while there are jobs for which nothing was created yet."""
 CONFLICT_SECONDS = 0.2
 """Delay before the next reconcile after a conflict, so that two writers do not race at full speed."""
 
@@ -98,9 +90,8 @@ class Reconciler:
         self._objects = JobObjects(state, discovery)
         self._memories: dict[JobKey, JobMemory] = {}
         self._status_writes: asyncio.Queue[tuple[JobKey, StatusWrite]] = asyncio.Queue()
-        self._events: asyncio.Queue[tuple[Manifest, str, EventNote]] = asyncio.Queue()
-        """Events to be created: the object that they are about, their salt, and the note."""
-        self._foreign = ForeignObjects(state, lambda *event: self._events.put_nowait(event))
+        self.events = JobEvents(state)
+        self._foreign = ForeignObjects(state, self.events.add)
         self._formers: dict[JobKey, str] = {}
         """Former job of each job that takes an endpoint over."""
 
@@ -218,7 +209,7 @@ class Reconciler:
             return outcome
         if decision.status != job.status and (former_job(job) is not None or key in self._formers):
             self._requeue_former(key, former_job(job))
-        self._queue_events(key, job, version, decision.events, memory)
+        self.events.add_of_job(key, job, version, decision.events, memory)
         if decision.delete_job:
             await self._objects.delete(
                 key.namespace, ObjectRef(FINETUNE_JOB.api_version, FINETUNE_JOB.kind, key.name, job.uid)
@@ -405,39 +396,6 @@ class Reconciler:
         except NotFoundError:
             self._state.store.mark_deleted(FINETUNE_JOB.group_kind, key.namespace, key.name)
 
-    def _queue_events(
-        self, key: JobKey, job: JobView, version: str, notes: tuple[EventNote, ...], memory: JobMemory
-    ) -> None:
-        """Queue events. Jobs do not wait for them: three events a job are half of its requests."""
-        memory.queued = {queued for queued in memory.queued if queued[0] == version}
-        involved: Manifest = {
-            "apiVersion": FINETUNE_JOB.api_version,
-            "kind": FINETUNE_JOB.kind,
-            "namespace": key.namespace,
-            "name": key.name,
-            "uid": job.uid,
-        }
-        for note in notes:
-            mark = (version, note.reason, note.message)
-            if mark not in memory.queued:
-                memory.queued.add(mark)
-                self._events.put_nowait((involved, version, note))
-
-    async def write_events(self) -> None:
-        """Create events in their order, for ever."""
-        while True:
-            involved, salt, note = await self._events.get()
-            await self._state.queue.wait_for_new_jobs(YIELD_SECONDS)
-            try:
-                await self._state.kube.create_event(involved, note.type, note.reason, note.message, salt=salt)
-            except ApiError as error:
-                # The status has it all.
-                log.warning(
-                    "%s/%s: event %s was not created: %s", involved["namespace"], involved["name"], note.reason, error
-                )
-            finally:
-                self._events.task_done()
-
     async def close(self) -> None:
         """Close the connections to servers."""
         await self._servers.close()
@@ -445,10 +403,6 @@ class Reconciler:
     async def statuses_written(self) -> None:
         """Wait until the status records everything that was created."""
         await self._status_writes.join()
-
-    async def events_written(self) -> None:
-        """Wait until all events are created."""
-        await self._events.join()
 
     # ------------------------------------------------------------------------------------------------ times to come
 

@@ -127,7 +127,7 @@ class Operator:
                 asyncio.create_task(self._syncer.run(), name="resync"),
                 asyncio.create_task(self._syncer.launchers(), name="launchers"),
                 asyncio.create_task(Watchers(self.state, self._discovery).run(), name="following"),
-                asyncio.create_task(self._reconciler.write_events(), name="events"),
+                asyncio.create_task(self._reconciler.events.write(), name="events"),
                 asyncio.create_task(self.state.check_reports(), name="listening"),
                 *(
                     asyncio.create_task(self._reconciler.write_statuses(), name=f"statuses {number}")
@@ -169,7 +169,7 @@ class Operator:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._reconciler.statuses_written(), FINISH_SECONDS)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._reconciler.events_written(), EVENTS_SECONDS)
+                await asyncio.wait_for(self._reconciler.events.written(), EVENTS_SECONDS)
         for task in (*self._workers, *self._background):
             task.cancel()
         await asyncio.gather(*self._workers, *self._background, return_exceptions=True)

@@ -74,14 +74,20 @@ GPU_RUNGS: tuple[RungName, ...] = ("none", "bf16", "bnb-int8", "bnb-nf4", "compi
 """Methods that a job on a GPU can request by name; all others are for CPUs."""
 Optimization: TypeAlias = RungName | Literal["measured"]
 """Method of serving; `measured`: the fastest on a sample of the rows."""
-PredictRung: TypeAlias = RungName | Literal["vllm"]
-"""Method of predict by its name; `vllm` generates texts, by an OpenAI-compatible server that has the model."""
+TextRung: TypeAlias = Literal["continuous-batching", "vllm"]
+PredictRung: TypeAlias = RungName | TextRung
+"""Method of predict by its name. Two generate texts: `continuous-batching` in slots that are refilled as texts end,
+`vllm` by an OpenAI-compatible server that has the model.
+"""
+TEXT_RUNGS: tuple[TextRung, ...] = ("continuous-batching", "vllm")
+EndpointRung: TypeAlias = RungName | Literal["vllm"]
+"""Method of serving by its name; servers of `vllm` run its own image."""
 PredictOptimization: TypeAlias = PredictRung | Literal["measured"]
 """Method of predict; `measured`: the fastest on a sample of the rows."""
 RUNG_TASKS: tuple[Task, ...] = ("text-classification", "token-classification", "question-answering")
 """Tasks whose predictions have alternatives to the plain model: they take one forward pass."""
 VLLM_TASKS: tuple[Task, ...] = ("text-generation", "preference-tuning")
-"""Tasks whose texts a vLLM server can generate: those of decoders. vLLM has no encoder-decoders of these families."""
+"""Tasks whose texts a text rung can generate: those of decoders. vLLM has no encoder-decoders of these families."""
 Device: TypeAlias = Literal["cpu", "cuda"]
 Transport: TypeAlias = Literal["tcp", "rdma", "efa"]
 """Network between nodes: TCP sockets, RDMA by InfiniBand or RoCE, or AWS' Elastic Fabric Adapter."""

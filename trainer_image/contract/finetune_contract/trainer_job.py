@@ -6,23 +6,19 @@ trainer, and a field unknown to the trainer is refused rather than ignored.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
 from finetune_contract.choices import (
-    ADAPTER_NAME_PATTERN,
     ActivationOffload,
     AdapterMethod,
     CheckpointingMode,
     Device,
-    InferencePrecision,
     OffloadDevice,
-    Optimization,
     OptimizerName,
     PipelineSchedule,
     Precision,
-    PredictOptimization,
     RankOrder,
     SchedulerName,
     Sharding,
@@ -33,84 +29,15 @@ from finetune_contract.choices import (
     ZeroStage,
 )
 from finetune_contract.contract_models import Order
+from finetune_contract.data_settings import DataSource, ModelSource, Preparation
+from finetune_contract.inference_settings import Evaluation, Generation, InferenceProcesses, Prediction, Serving
 from finetune_contract.measured_devices import PlannedDevice
-from finetune_contract.stage_pods import preparing_pods
 
 SCHEMA_VERSION: Literal[1] = 1
 WHOLE_CHECKPOINTS: tuple[StrategyName, ...] = ("single", "ddp", "fsdp")
 """Strategies whose checkpoints hold the whole state by parameter name, also with tensor and pipeline parallelism: each
 resumes from those of the others. DeepSpeed reads its own shards only.
 """
-
-
-class ModelSource(Order):
-    """Source of the model."""
-
-    uri: str
-    revision: str = "main"
-    trust_remote_code: bool = False
-
-
-class Columns(Order):
-    """Names of the data set's columns by their role in the task; None: not used."""
-
-    text: str | None = None
-    text_pair: str | None = None
-    label: str | None = None
-    tokens: str | None = None
-    tags: str | None = None
-    question: str | None = None
-    context: str | None = None
-    answers: str | None = None
-    source: str | None = None
-    target: str | None = None
-    messages: str | None = None
-    prompt: str | None = None
-    chosen: str | None = None
-    rejected: str | None = None
-
-
-class Splits(Order):
-    """Split names as the user wrote them; None: the split with the role's own name, if any."""
-
-    train: str | None = None
-    validation: str | None = None
-    test: str | None = None
-
-
-class DataSource(Order):
-    """Source of the rows."""
-
-    uri: str
-    config: str | None = None
-    splits: Splits = Splits()
-    columns: Columns = Columns()
-    labels: dict[str, str] = Field(default_factory=dict, exclude_if=lambda labels: not labels)
-    """Value of the label column as text -> label name; empty: the values are the names. Omitted if empty, so that
-    images that do not know the field read such jobs.
-    """
-
-
-class Preparation(Order):
-    """Tokenisation of the rows."""
-
-    max_length: int | None = Field(default=None, gt=0)
-    """Truncation length in tokens; None: the model's limit, at most 512."""
-    stride: int | None = Field(default=None, ge=0)
-    """Tokens that neighbouring windows of a long row share, in tasks that cut rows into windows; None: 128, or a
-    quarter of the window if that is less.
-    """
-    engine: Literal["local", "job", "spark"] = "local"
-    """Executor of tokenisation: processes of this machine, the pods of an Indexed Job, or Spark."""
-    workers: int = Field(default=1, ge=1)
-    """Tokenising processes; partitions with Spark."""
-    packing: bool = False
-    """True if rows of the train split share sequences of `max_length` tokens, which are then the units of a batch."""
-
-    @property
-    def pods(self) -> int:
-        """Number of pods that run the stage in a cluster; Spark's driver is one of them."""
-        return preparing_pods(self.engine, self.workers)
 
 
 class Pipeline(Order):
@@ -355,177 +282,11 @@ class Script(Order):
     """True if a restarted program gets the path of its newest checkpoint."""
 
 
-class Gate(Order):
-    """Bounds on a metric: the job fails below the minimum, or above the maximum."""
-
-    metric: str
-    minimum: float | None = None
-    maximum: float | None = Field(default=None, exclude_if=lambda maximum: maximum is None)
-    """Upper bound. Omitted if there is none: images that do not know the field read such jobs."""
-
-
-_InferencePrecision: TypeAlias = Annotated[InferencePrecision, Field(exclude_if=lambda precision: precision == "fp32")]
-"""Precision, omitted if fp32: images that do not know the field read such jobs, and compute in fp32."""
-
-
-_SomeProcesses: TypeAlias = Annotated[int, Field(ge=1, exclude_if=lambda count: count == 1)]
-"""Number of processes or devices, omitted if 1: images that do not know the field read such jobs."""
-
-
-class InferenceProcesses(Order):
-    """Use of a pod's devices for inference: `processes`, each with a whole model on its own devices, or with a slice of
-    one that `tensor` neighbouring processes hold together.
-    """
-
-    processes: _SomeProcesses = 1
-    """Processes of one pod. Those without a common model share the rows."""
-    devices_per_process: _SomeProcesses = 1
-    """GPUs that hold the layers of one process's model, each GPU a part of them."""
-    tensor: _SomeProcesses = 1
-    """Degree of tensor parallelism: neighbouring processes that split each layer of one model, for the same rows."""
-
-    @model_validator(mode="after")
-    def _one_way_to_divide_the_model(self) -> Self:
-        if self.tensor > 1 and self.devices_per_process > 1:
-            raise ValueError("devices_per_process is 1 with tensor: each process has a slice of all layers")
-        if self.processes % self.tensor:
-            raise ValueError(f"processes must be a multiple of tensor, {self.tensor}")
-        return self
-
-    @property
-    def devices(self) -> int:
-        """Devices of one pod."""
-        return self.processes * self.devices_per_process
-
-    @property
-    def models(self) -> int:
-        """Models of one pod, which share the rows."""
-        return self.processes // self.tensor
-
-    @property
-    def devices_per_model(self) -> int:
-        """Devices that hold one model."""
-        return self.tensor * self.devices_per_process
-
-
-class Evaluation(InferenceProcesses):
-    """Measurements on the test split (on validation if there is no test split)."""
-
-    metrics: tuple[str, ...] | None = None
-    """Metrics to measure; None: the task's own set."""
-    gate: Gate | None = None
-    device: Device
-    batch_tokens: int = Field(gt=0)
-    """Padded tokens of one inference batch (longest row x rows)."""
-    precision: _InferencePrecision = "fp32"
-    """Precision of the weights and their computations; losses, probabilities and metrics are computed in fp32."""
-    optimization: Annotated[Optimization, Field(exclude_if=lambda name: name == "none")] = "none"
-    """Optimization as in a prediction: that of the servers that the gate decides on. Omitted if none, as `tolerance`:
-    images that do not know the fields read such jobs.
-    """
-    tolerance: Annotated[float | None, Field(gt=0.5, le=1, exclude_if=lambda share: share is None)] = None
-    """Tolerance as in a prediction."""
-
-
-class Generation(Order):
-    """Text generation in evaluation and prediction; names as in `generate` of transformers."""
-
-    max_new_tokens: int = Field(default=128, gt=0)
-    num_beams: int = Field(default=1, gt=0)
-    temperature: float = Field(default=0.0, ge=0)
-    """Sampling temperature; 0: always the likeliest token."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Total probability of the likeliest tokens that are sampled from."""
-
-
 class Preference(Order):
     """Learning of preferences."""
 
     beta: float = Field(default=0.1, gt=0)
     """Penalty for diverging from the model before training: the larger, the closer it stays."""
-
-
-class Prediction(InferenceProcesses):
-    """Batch inference over the predict data set, or over the test split when `dataset` is None."""
-
-    dataset: DataSource | None = None
-    output: str | None = None
-    """URI of the result; None: `predictions.jsonl` in the job's folder. Ending `/`: a folder of parts."""
-    format: Annotated[Literal["jsonl", "parquet"] | None, Field(exclude_if=lambda form: form is None)] = None
-    """Format of the result. None: by the ending of `output`, JSONL in a folder. Omitted if None, as `workers` and
-    `id_column` are at their defaults: images that do not know these fields read such jobs.
-    """
-    columns: tuple[str, ...] = ()
-    """Input columns copied into the output."""
-    id_column: Annotated[str | None, Field(exclude_if=lambda column: column is None)] = None
-    """Input column that identifies a row, written as `id`."""
-    workers: Annotated[int, Field(ge=1, exclude_if=lambda workers: workers == 1)] = 1
-    """Pods that share the rows, or Spark's driver and executors; 1: one pod."""
-    server: Annotated[str | None, Field(exclude_if=lambda server: server is None)] = None
-    """URL of the OpenAI-compatible server that generates texts with `optimization` vllm."""
-    engine: Annotated[Literal["job", "spark"], Field(exclude_if=lambda engine: engine == "job")] = "job"
-    """Kind of workers: pods of an Indexed Job, or Spark's driver and its executors."""
-    max_bad_rows: int = Field(default=0, ge=0)
-    """Maximum number of rows that may be unreadable or unanswerable before the stage fails."""
-    max_bad_share: float = Field(default=0.0, ge=0, le=1)
-    """`max_bad_rows` as a fraction of the rows; the larger of the two counts."""
-    device: Device
-    batch_tokens: int = Field(gt=0)
-    precision: _InferencePrecision = "fp32"
-    """Precision, as in an evaluation."""
-    optimization: Annotated[PredictOptimization, Field(exclude_if=lambda name: name == "none")] = "none"
-    tolerance: Annotated[float | None, Field(gt=0.5, le=1, exclude_if=lambda share: share is None)] = None
-    """Fraction of rows whose labels must equal the plain model's; None: rungs whose labels can differ are used only by
-    name, or by `metric_tolerance`.
-    """
-    metric_tolerance: Annotated[float | None, Field(ge=0, le=1, exclude_if=lambda most: most is None)] = None
-    """Maximum loss of a metric against the plain model, on labelled rows of the prepared data."""
-
-
-class ServedAdapter(Order):
-    """A LoRA adapter that a server computes beside the weights of its model, without merging them."""
-
-    name: Annotated[str, Field(pattern=ADAPTER_NAME_PATTERN, max_length=63)]
-    """Name of the adapter in requests, in place of a model's."""
-    uri: str
-    """Folder as peft writes it."""
-
-
-class Serving(Order):
-    """A server that answers requests with the model."""
-
-    model_name: str
-    """Name of the model in requests."""
-    adapters: Annotated[tuple[ServedAdapter, ...], Field(exclude_if=lambda adapters: not adapters)] = ()
-    """Adapters of the model. Omitted if there are none: images that do not know the field read such jobs."""
-    serves_model: Annotated[bool, Field(exclude_if=lambda serves: serves)] = True
-    """True if the model also answers by itself, provided that it has the task's head. False: only its adapters do."""
-    device: Device
-    precision: _InferencePrecision = "fp32"
-    """Precision, as in an evaluation."""
-    optimization: Annotated[Optimization, Field(exclude_if=lambda name: name == "none")] = "none"
-    """Optimization as in a prediction; `measured` measures on the rows left by prepare, or on none."""
-    tolerance: Annotated[float | None, Field(gt=0.5, le=1, exclude_if=lambda share: share is None)] = None
-    """Tolerance as in a prediction."""
-    max_latency_seconds: float = Field(default=0.1, gt=0)
-    """Maximum time from a request's arrival to its answer that batches are composed for."""
-    max_batch_tokens: int = Field(gt=0)
-    """Padded tokens of one batch (longest row x rows)."""
-    max_queue: int = Field(default=256, gt=0)
-    """Maximum number of waiting rows; further requests are answered with 429."""
-    drain_seconds: float = Field(default=30, gt=0)
-    """Time after SIGTERM in which accepted requests are still answered."""
-
-    @model_validator(mode="after")
-    def _adapters_can_be_told_apart(self) -> Serving:
-        names = [self.model_name, *(adapter.name for adapter in self.adapters)]
-        if len(set(names)) < len(names):
-            raise ValueError("the names of adapters must differ, and from model_name")
-        if self.adapters and self.optimization != "none":
-            raise ValueError("optimization is none with adapters: rungs convert a model without them")
-        if not self.adapters and not self.serves_model:
-            raise ValueError("serves_model is false only with adapters")
-        return self
 
 
 class TrainerJob(Order):

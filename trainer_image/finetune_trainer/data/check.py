@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import pyarrow as pa
 
 from finetune_contract.checked import CheckedData, CheckedSplit, TextLengths
+from finetune_contract.data_settings import Columns
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import FailureReport
-from finetune_contract.trainer_job import Columns, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.prepare import Part, parts_of, predict_part, split_validation
 from finetune_trainer.data.sources import RawSplit, Role, source_of
 from finetune_trainer.failures import StageError, classify

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts
+from finetune_contract.inference_settings import Prediction
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
-from finetune_contract.trainer_job import Columns, Prediction, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.prepared import FACTS_FILE, INPUTS_FILE, PreparedInputs, raw_name, shard_name
 from finetune_trainer.data.row_shards import check_first_rows, row_source
 from finetune_trainer.data.shards import (

@@ -21,8 +21,8 @@ import datasets
 import fsspec
 import pyarrow as pa
 
+from finetune_contract.data_settings import DataSource
 from finetune_contract.layout import FailureClass
-from finetune_contract.trainer_job import DataSource
 from finetune_trainer.data.prepared import arrow_table, dataset_of
 from finetune_trainer.data.readers import ENDINGS, SUFFIXES, format_of, read
 from finetune_trainer.data.spool import Spool

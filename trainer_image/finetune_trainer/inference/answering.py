@@ -15,9 +15,10 @@ import numpy as np
 import pyarrow as pa
 
 from finetune_contract.choices import Stage
+from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass
-from finetune_contract.trainer_job import Columns, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import FeatureSet, PreparedData, PreparedSplit
 from finetune_trainer.data.row_shards import BadRow, RowShard, ShardKey, ShardRows, most_of
@@ -33,6 +34,7 @@ from finetune_trainer.models import load_config, load_tokenizer, truncation_leng
 from finetune_trainer.progress import NoProgress, ProgressSink
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.task_protocol import Answer, Coding, Labels
+from finetune_trainer.tasks.writing import WRITTEN
 
 if TYPE_CHECKING:
     import torch
@@ -152,7 +154,14 @@ class Answerer:
             rows: list[dict[str, Any]] = task.predictions(found, split, slice(0, split.rows)).to_pylist()
             return rows
 
-        return Sample(split.rows, [*self._collated(split)], answers)
+        return Sample(
+            split.rows, [*self._collated(split)], answers, tokens=None if task.writer is None else self._tokens
+        )
+
+    def _tokens(self, rows: Sequence[Mapping[str, Any]]) -> int:
+        """Return the number of generated tokens, without special ones."""
+        found = self.encoder.coding.tokenizer([row[WRITTEN] for row in rows], add_special_tokens=False)["input_ids"]
+        return sum(map(len, found))
 
     def _collated(self, split: PreparedSplit) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the model's inputs for all features, without labels; of a task that writes, the prompts."""

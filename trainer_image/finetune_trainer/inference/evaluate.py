@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from finetune_contract.choices import Stage
+from finetune_contract.inference_settings import Gate
 from finetune_contract.layout import FailureClass, JobPaths
-from finetune_contract.trainer_job import Gate, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from finetune_contract.choices import Device
+from finetune_contract.inference_settings import InferenceProcesses
 from finetune_contract.layout import FailureClass
-from finetune_contract.trainer_job import InferenceProcesses
 from finetune_trainer.distributed import INSTANCE, PATIENCE, ProcessWorld, disconnect, gathered_on_first
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.tensor_group import WHOLE_MODEL, WholeModel, joined_group

@@ -10,14 +10,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from finetune_contract.choices import Device, InferencePrecision, Stage
+from finetune_contract.inference_settings import Evaluation, Generation, Prediction
 from finetune_contract.layout import FailureClass, JobPaths
-from finetune_contract.trainer_job import Evaluation, Generation, Prediction, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.distributed import refuse_missing_gpu
 from finetune_trainer.failures import StageError
-from finetune_trainer.inference.optimization.rung_protocol import Substitute
-from finetune_trainer.inference.optimization.text_server import ROWS, TextServer
+from finetune_trainer.inference.optimization.continuous_batches import SlotGenerator
+from finetune_trainer.inference.optimization.rung_protocol import Substitute, TextGenerator
 from finetune_trainer.inference.pod_processes import (
     ALL_BATCHES,
     BatchShare,
@@ -222,6 +223,12 @@ def answers_of(
     rounds = [(answering, share.of(batches)) for answering, batches in rounds]
     own, done = sum(len(wanted) for _, batches in rounds for wanted in batches), 0
     group, seed_here = share.group, partial(_seed, device=device)
+
+    def report(ended: int) -> None:  # ended: rows of the present call
+        progress.update(round((done + ended) * total / own), total)
+
+    if isinstance(forward, SlotGenerator):
+        forward.ended = report
     try:
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             begin = job.seed if seed is None else seed
@@ -239,7 +246,7 @@ def answers_of(
                     for at, answer in zip(wanted, answers, strict=True):
                         result[at] = {**result[at], **answer}
                     done += len(wanted)
-                    progress.update(round(done * total / own), total)
+                    report(0)
     finally:
         if was_training:
             model.train()
@@ -302,8 +309,6 @@ def _rounds(
     forward: Substitute | None,
 ) -> list[tuple[Answering, Sequence[NDArray[np.int64]]]]:
     """Return the functions of `_answerings` with their batches."""
-    import numpy as np
-
     task, lengths = task_of(job), split.data.lengths(split.role)
     rounds: list[tuple[Answering, Sequence[NDArray[np.int64]]]] = []
     for answering, writer in _answerings(stage, job, model, split.data.pad_token_id, tokenizer, forward):
@@ -312,11 +317,12 @@ def _rounds(
             rounds.append((answering, batches))
             continue
         chosen = writer.chosen(split)
-        if isinstance(forward, TextServer):
-            rounds.append((answering, np.array_split(chosen, max(1, -(-len(chosen) // ROWS)))))
-            continue
         room = (lengths[chosen] + job.generation.max_new_tokens) * job.generation.num_beams
-        rounds.append((answering, [chosen[batch] for batch in inference_batches(room, batch_tokens=batch_tokens)]))
+        if isinstance(forward, TextGenerator):
+            calls = forward.calls(room, batch_tokens)
+        else:
+            calls = inference_batches(room, batch_tokens=batch_tokens)
+        rounds.append((answering, [chosen[call] for call in calls]))
     return rounds
 
 
@@ -336,7 +342,7 @@ def _answerings(
         found.append((_reading(task, model, forward, pad_token_id), None))
     if writer is not None:
         tokenizer = load_tokenizer(job) if tokenizer is None else tokenizer
-        if isinstance(forward, TextServer):
+        if isinstance(forward, TextGenerator):
             found.append((partial(_written_by, forward, writer, tokenizer, job.generation), writer))
         else:
             found.append((partial(writer.write, model, tokenizer, generation=job.generation), writer))
@@ -344,17 +350,17 @@ def _answerings(
 
 
 def _written_by(
-    server: TextServer,
+    generator: TextGenerator,
     writer: Writer,
     tokenizer: PreTrainedTokenizerBase,
     generation: Generation,
     features: Sequence[Feature],
 ) -> list[Answer]:
-    """Return the texts that a server generates; an answer that it refuses has `REFUSED` beside an empty text."""
+    """Return generated texts; an answer that the generator refuses has `REFUSED` beside an empty text."""
     import numpy as np
 
-    answers = writer.write(cast(Any, server), tokenizer, features, generation)
-    for at, refusal in server.refused.items():
+    answers = writer.write(cast(Any, generator), tokenizer, features, generation)
+    for at, refusal in generator.refused.items():
         answers[at] = {**answers[at], REFUSED: np.array(refusal)}
     return answers
 
@@ -409,7 +415,7 @@ def _reading(task: TaskModule, model: PreTrainedModel, forward: Substitute | Non
     """Return a function that does one forward pass over features."""
     from torch import nn
 
-    answers = cast(nn.Module, model if forward is None or isinstance(forward, TextServer) else forward)
+    answers = cast(nn.Module, model if forward is None or isinstance(forward, TextGenerator) else forward)
 
     def read(features: Sequence[Feature]) -> list[Answer]:
         batch = task.collate(features, pad_token_id=pad_token_id)

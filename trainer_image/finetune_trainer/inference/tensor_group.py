@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from finetune_contract.choices import Device
+from finetune_contract.inference_settings import InferenceProcesses
 from finetune_contract.layout import FailureClass
-from finetune_contract.trainer_job import InferenceProcesses
 from finetune_trainer.distributed import BACKENDS, PATIENCE, ProcessWorld
 from finetune_trainer.failures import StageError
 from finetune_trainer.tasks.task_protocol import Answer, Feature

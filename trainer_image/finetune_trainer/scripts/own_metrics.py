@@ -9,9 +9,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from finetune_contract.inference_settings import Gate
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.metrics import metrics_of
-from finetune_contract.trainer_job import Gate, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError
 
 _PREFIXES = ("", "eval_", "test_")

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from finetune_contract.contract_models import Message
+from finetune_contract.data_settings import DataSource
 from finetune_contract.layout import (
     ENV_SCRIPT_CHECKPOINTS,
     ENV_SCRIPT_COLUMNS,
@@ -30,7 +31,7 @@ from finetune_contract.layout import (
     FailureClass,
     JobPaths,
 )
-from finetune_contract.trainer_job import DataSource, Script, TrainerJob
+from finetune_contract.trainer_job import Script, TrainerJob
 from finetune_trainer.failures import StageError, other_settings
 from finetune_trainer.files import write_atomically
 from finetune_trainer.models import load_config, resolve_model

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from finetune_contract.data_settings import ModelSource
 from finetune_contract.layout import FailureClass, JobPaths
-from finetune_contract.trainer_job import ModelSource, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError
 
 

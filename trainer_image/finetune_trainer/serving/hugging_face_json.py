@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from finetune_contract.trainer_job import Generation
+from finetune_contract.inference_settings import Generation
 from finetune_trainer.serving.request_rows import MAX_NEW_TOKENS, RequestError, Row, whole_number
 
 _WORD = re.compile(r"\w+|[^\w\s]")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune_contract.trainer_job import Generation
+from finetune_contract.inference_settings import Generation
 from finetune_trainer.serving.hugging_face_json import generation_of as by_parameters
 from finetune_trainer.serving.request_rows import RequestError, whole_number
 from finetune_trainer.serving.watched_writing import Finish

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 
 from finetune_contract.choices import WRITING_TASKS
-from finetune_contract.trainer_job import Generation
+from finetune_contract.inference_settings import Generation
 from finetune_trainer.serving.batcher import Ticket
 from finetune_trainer.serving.request_rows import Form, RequestError, check_rows
 from finetune_trainer.serving.server_state import ServerState

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune_contract.trainer_job import Columns, Generation
+from finetune_contract.data_settings import Columns
+from finetune_contract.inference_settings import Generation
 
 MAX_ROWS = 256
 """Most rows of a request."""

@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from finetune_contract.choices import InferencePrecision, Task
+from finetune_contract.inference_settings import ServedAdapter
 from finetune_contract.layout import ADAPTER_CARD, FailureClass
-from finetune_contract.trainer_job import ServedAdapter, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.adapter_card import AdapterCard, head_config
 from finetune_trainer.adapters import ADAPTER_WEIGHTS, head_modules
 from finetune_trainer.device_units import TORCH_TYPES

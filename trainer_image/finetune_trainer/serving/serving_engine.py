@@ -16,8 +16,9 @@ import numpy as np
 import pyarrow as pa
 
 from finetune_contract.choices import WRITING_TASKS
+from finetune_contract.inference_settings import Generation, Prediction, Serving
 from finetune_contract.layout import JobPaths
-from finetune_contract.trainer_job import Generation, Prediction, Serving, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer import collection
 from finetune_trainer.data.prepare import labels_of_model
 from finetune_trainer.data.prepared import POSITION, FeatureBatch, FeatureSet, PreparedSplit

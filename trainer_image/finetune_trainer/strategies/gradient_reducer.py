@@ -77,7 +77,7 @@ class GradientReducer:
         self._on_its_way: list[_OnItsWay] = []
         for each in self.weights:
             if id(each) not in self.late:
-                each.register_post_accumulate_grad_hook(self._added)
+                each.register_post_accumulate_grad_hook(self._added)  # type: ignore[no-untyped-call]
 
     def _arrange(self, late: frozenset[int]) -> None:
         """Put the weights in buckets, those with the ids `late` behind all others."""
@@ -155,6 +155,7 @@ class GradientReducer:
                 self._complete()
             flat, parts = torch.cat([each.flatten() for each in gradients]), gradients
         flat /= self.ranks
+        work: Any
         if bucket.owner is None:
             work = distributed.all_reduce(flat, group=self.group, async_op=True)
         else:

@@ -52,8 +52,8 @@ class MeshShape:
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the name of each dimension -> the coordinate of process `rank` in it."""
         found: dict[str, int] = {}
-        for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
-            rank, found[name] = divmod(rank, size)
+        for name in reversed(self.names):
+            rank, found[name] = divmod(rank, getattr(self, name))
         return found
 
     def data_rank(self, rank: int) -> int:

@@ -31,7 +31,8 @@ def sliced_plan(plan: Mapping[str, str], model: PreTrainedModel, summed: str) ->
     """Return `plan` with outputs of layers in slices. `summed`: style of a weight whose gradients are to be summed, as
     those of norms, of which each rank has a part.
     """
-    ALL_PARALLEL_STYLES.register(_TO_SLICES, RowwiseParallel(output_layouts=Shard(1)))
+    styles: Any = ALL_PARALLEL_STYLES  # which transformers annotates as functions
+    styles.register(_TO_SLICES, RowwiseParallel(output_layouts=Shard(1)))
     ends = (".o_proj", ".down_proj")
     changed = {name: _TO_SLICES if name.endswith(ends) else style for name, style in plan.items()}
     body = model.base_model_prefix

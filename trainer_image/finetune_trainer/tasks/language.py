@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from finetune_contract.choices import LabelForm
-from finetune_contract.trainer_job import Columns
+from finetune_contract.data_settings import Columns
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.task_protocol import Answer, LabelPlace, Labels, Writer

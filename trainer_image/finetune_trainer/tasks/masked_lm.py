@@ -14,10 +14,12 @@ import numpy as np
 import pyarrow as pa
 
 from finetune_contract.choices import LabelForm, Stage
+from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts
+from finetune_contract.inference_settings import Generation
 from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import METRICS
-from finetune_contract.trainer_job import Columns, Generation, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError

@@ -21,10 +21,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from finetune_contract.choices import LabelForm
+from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import METRICS
-from finetune_contract.trainer_job import Columns, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config

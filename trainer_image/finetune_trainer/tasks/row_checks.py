@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from finetune_contract.data_settings import Columns
 from finetune_contract.layout import FailureClass
-from finetune_contract.trainer_job import Columns
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.failures import StageError
 

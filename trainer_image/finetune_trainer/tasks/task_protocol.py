@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune_contract.choices import LabelForm, Stage
+from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts
-from finetune_contract.trainer_job import Columns, Generation, TrainerJob
+from finetune_contract.inference_settings import Generation
+from finetune_contract.trainer_job import TrainerJob
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from finetune_contract.choices import LabelForm
+from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import METRICS
-from finetune_contract.trainer_job import Columns, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.packing import SIZES
 from finetune_trainer.data.slices import FOLLOWING, LABELS, NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit

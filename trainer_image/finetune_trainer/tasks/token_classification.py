@@ -23,10 +23,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from finetune_contract.choices import LabelForm
+from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import METRICS
-from finetune_contract.trainer_job import Columns, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
@@ -34,15 +35,7 @@ from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.class_figures import Confusion, class_scores, cross_entropy, informative_rows, softmax
 from finetune_trainer.tasks.encoding import never_empty
 from finetune_trainer.tasks.padding import padded
-from finetune_trainer.tasks.row_checks import (
-    class_names,
-    is_list,
-    is_text,
-    not_set,
-    refuse_other_columns,
-    row_error,
-    shown_names,
-)
+from finetune_trainer.tasks.row_checks import class_names, is_list, is_text, not_set, refuse_other_columns, row_error
 from finetune_trainer.tasks.task_protocol import (
     Answer,
     Card,
@@ -62,6 +55,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from finetune_trainer.data.prepared import PreparedSplit
+from finetune_trainer.tasks.tag_columns import OUTSIDE, check_tags, tag_ids, tag_names
 
 _COLUMNS = ("tokens", "tags")
 _HEAD = "ForTokenClassification"
@@ -75,7 +69,6 @@ _LEAST = 1e-12
 _GLOBAL_ATTENTION = ("longformer", "led")
 """Values of `model_type` whose inputs mark the tokens that attend to all others."""
 _ENTITY_TAG = re.compile(r"[BIESLU]-.+")
-_OUTSIDE = "O"
 _METRICS = METRICS["token-classification"]
 
 
@@ -140,12 +133,12 @@ class TokenClassification(heads.HeadModels):
         if column is None or not tagged:
             return Targets(known or Labels())
         for split in tagged.values():
-            _check_tags(split, column, self.inputs(columns)["tokens"])
+            check_tags(split, column, self.inputs(columns)["tokens"])
         first = tagged.get("train") or next(iter(tagged.values()))
         names = (
             known.names
             if known is not None
-            else class_names(getattr(first.rows.features[column], "feature", None)) or _names(first, column)
+            else class_names(getattr(first.rows.features[column], "feature", None)) or tag_names(first, column)
         )
         if len(names) < 2:
             raise StageError(
@@ -154,7 +147,7 @@ class TokenClassification(heads.HeadModels):
                 f"Split {first.name} ({first.origin}) has the one tag {names[0]!r}; a tagger needs two.",
                 "Check dataset.columns.tags.",
             )
-        return Targets(Labels(names), {role: _ids(split, column, names) for role, split in tagged.items()})
+        return Targets(Labels(names), {role: tag_ids(split, column, names) for role, split in tagged.items()})
 
     def count_labels(self, targets: NDArray[Any], labels: Labels) -> dict[str, int]:
         """Count the words of each tag."""
@@ -263,7 +256,7 @@ class TokenClassification(heads.HeadModels):
         for predicted, words in zip(_predicted_tags(answers, split, rows), raw, strict=True):
             tags.append([None if at == _NO_TAG else names[at] for at in predicted.ids])
             scores.append(predicted.scores)
-            found.append(_entities([tag or _OUTSIDE for tag in tags[-1]], words, predicted.scores))
+            found.append(_entities([tag or OUTSIDE for tag in tags[-1]], words, predicted.scores))
         columns = {"tags": tags, "scores": scores, "entities": found}
         return pa.table(columns, schema=self.answer_schema(labels_of(split.facts)))
 
@@ -391,7 +384,7 @@ class _PredictedTags:
 def _predicted_tags(answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> Iterator[_PredictedTags]:
     """Yield the answer to each of some rows."""
     names = split.facts.labels
-    absent = names.index(_OUTSIDE) if _OUTSIDE in names else _NO_TAG
+    absent = names.index(OUTSIDE) if OUTSIDE in names else _NO_TAG
     raw = split.raw_values(split.inputs["tokens"], rows)
     answered = _by_row(split, lambda at: answers[at]["logits"], rows)
     for (words, logits), tokens in zip(answered, raw, strict=True):
@@ -418,14 +411,14 @@ def measured(tags: Sequence[NDArray[Any]], answers: Sequence[NDArray[Any]], name
     if _of_entities(names):
         from seqeval.metrics import f1_score, precision_score, recall_score
 
-        words = [[[_OUTSIDE if at == _NO_TAG else names[at] for at in row] for row in rows] for rows in (tags, answers)]
+        words = [[[OUTSIDE if at == _NO_TAG else names[at] for at in row] for row in rows] for rows in (tags, answers)]
         of_entities = {"f1": f1_score, "precision": precision_score, "recall": recall_score}
         scores |= {name: float(score(*words, zero_division=0)) for name, score in of_entities.items()}
     return {name: scores[name] for name in _METRICS[None]}
 
 
 def _of_entities(names: Sequence[str]) -> bool:
-    return all(name == _OUTSIDE or _ENTITY_TAG.fullmatch(name) for name in names)
+    return all(name == OUTSIDE or _ENTITY_TAG.fullmatch(name) for name in names)
 
 
 def _entities(tags: Sequence[str], words: Sequence[str], scores: NDArray[np.float64]) -> list[dict[str, Any]]:
@@ -443,66 +436,3 @@ def _entities(tags: Sequence[str], words: Sequence[str], scores: NDArray[np.floa
         }
         for kind, first, last in get_entities(list(tags))
     ]
-
-
-# ----------------------------------------------------------------------------------------------------------------- tags
-
-
-def _check_tags(split: RawSplit, column: str, words: str) -> None:
-    """Check that each word has a tag: a name or a class id."""
-    path, table = "dataset.columns.tags", split.table
-    values = table[column]
-    kind = values.type.value_type if is_list(values.type) else None
-    if kind is None or not (is_text(kind) or pa.types.is_integer(kind)):
-        rule = f"the column is of type {values.type}, not a list of words or of class ids"
-        raise row_error("NotTags", split, 0, path, column, values[0].as_py(), rule)
-    sizes = [pc.fill_null(pc.list_value_length(table[name]), 0) for name in (column, words)]
-    uneven = pc.not_equal(*sizes)
-    if pc.any(uneven).as_py():
-        row = pc.index(uneven, True).as_py()
-        tags, count = (size[row].as_py() for size in sizes)
-        rule = f"it has {tags} tags for {count} words"
-        raise row_error("TagsAndWords", split, row, path, column, values[row].as_py(), rule)
-    flat = pc.list_flatten(values)
-    if flat.null_count:
-        row = pc.list_parent_indices(values)[pc.index(pc.is_null(flat), True).as_py()].as_py()
-        raise row_error("NullLabel", split, row, path, column, values[row].as_py(), "each word needs its tag")
-
-
-def _names(split: RawSplit, column: str) -> tuple[str, ...]:
-    distinct = pc.unique(pc.list_flatten(split.table[column])).to_pylist()
-    if not isinstance(distinct[0], int):
-        return tuple(sorted(distinct, key=lambda name: (name != _OUTSIDE, name)))
-    count = next(i for i in range(len(distinct) + 1) if i not in distinct)
-    if count < len(distinct):
-        odd = next(value for value in distinct if not 0 <= value < count)
-        rule = f"it holds the class id {odd}; ids count from 0 without gaps, and no word has {count}"
-        raise _tag_error(split, column, odd, rule)
-    return tuple(str(i) for i in range(count))
-
-
-def _ids(split: RawSplit, column: str, names: Sequence[str]) -> NDArray[Any]:
-    """Return one array of ids for each row."""
-    values = split.table[column].combine_chunks()
-    flat = values.flatten()
-    known: dict[Any, int] = {name: i for i, name in enumerate(names)}
-    if pa.types.is_integer(flat.type):
-        known = {i: i for i in range(len(names))}
-    distinct = pc.unique(flat).to_pylist()
-    strange = [value for value in distinct if value not in known]
-    if strange:
-        rule = f"the tag {strange[0]!r} is not one of {shown_names(names)}"
-        raise _tag_error(split, column, strange[0], rule)
-    codes = np.asarray([known[value] for value in distinct], np.int32)
-    ids = codes[np.asarray(pc.index_in(flat, pa.array(distinct, flat.type)).to_numpy())]
-    starts = np.cumsum(pc.list_value_length(values).to_numpy())[:-1]
-    rows = np.empty(len(values), object)
-    rows[:] = np.split(ids, starts)
-    return rows
-
-
-def _tag_error(split: RawSplit, column: str, value: object, rule: str) -> StageError:
-    """Return the error for the first row that has the tag."""
-    values = split.table[column]
-    row = next(number for number, tags in enumerate(values.to_pylist()) if value in tags)
-    return row_error("LabelOutOfRange", split, row, "dataset.columns.tags", column, values[row].as_py(), rule)

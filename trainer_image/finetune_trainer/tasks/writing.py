@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 
 from finetune_contract.choices import Stage
+from finetune_contract.inference_settings import Generation
 from finetune_contract.layout import FailureClass
 from finetune_contract.plans import JUDGED_LOGITS, REQUESTED_LOGITS
-from finetune_contract.trainer_job import Generation
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import position_limit

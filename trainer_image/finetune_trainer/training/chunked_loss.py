@@ -90,10 +90,11 @@ class ChunkedLoss:
         self.chunks = len(parts)
         losses = [checkpoint(self._judge, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
         loss = self._reduced(losses, labels)
-        # Around a head that is divided over the vocabulary, transformers expects a DTensor, and returns its local part.
-        divided = isinstance(hidden, DTensor)
-        self._loss = DTensor.from_local(loss, hidden.device_mesh, hidden.placements) if divided else loss
-        return self._loss
+        if isinstance(hidden, DTensor):
+            # Around a head divided over the vocabulary, transformers expects a DTensor, and returns its local part.
+            loss = DTensor.from_local(loss, hidden.device_mesh, hidden.placements)
+        self._loss = loss
+        return loss
 
     @property
     def _vocabulary(self) -> int:

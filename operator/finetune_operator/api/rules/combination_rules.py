@@ -9,7 +9,8 @@ from pydantic import JsonValue
 
 from finetune_contract.arguments import compiles
 from finetune_contract.choices import FP8_STRATEGIES
-from finetune_contract.combinations import CONSTRAINTS, FIELDS, Choices, Constraint, Term, Value
+from finetune_contract.combinations import CONSTRAINTS
+from finetune_contract.constraints import FIELDS, Choices, Constraint, Term, Value
 from finetune_operator.api.rules.processes import PROCESSES, SPREAD, WORLD_FIELDS, certain_processes
 from finetune_operator.api.rules.rule import Rule, loops
 from finetune_operator.api.types import FineTuneJobSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from finetune_contract.choices import GPU_RUNGS, RUNG_TASKS, VLLM_TASKS, WRITING_TASKS
+from finetune_contract.choices import GPU_RUNGS, RUNG_TASKS, TEXT_RUNGS, VLLM_TASKS, WRITING_TASKS
 from finetune_operator.api.problems import any_of
 from finetune_operator.api.rules.column_rules import columns_cel, columns_differ, leak_advice
 from finetune_operator.api.rules.rule import Holds, Rule, is_one_of
@@ -13,11 +13,15 @@ from finetune_operator.api.types import DNS_SUBDOMAIN_PATTERN, FineTuneJobSpec, 
 
 
 def _is_rung(spec: FineTuneJobSpec) -> bool:
-    return spec.predict is not None and spec.predict.optimization not in ("auto", "none", "vllm")
+    return spec.predict is not None and spec.predict.optimization not in ("auto", "none", *TEXT_RUNGS)
 
 
 def _by_vllm(spec: FineTuneJobSpec) -> bool:
     return spec.predict is not None and spec.predict.optimization == "vllm"
+
+
+def _in_slots(spec: FineTuneJobSpec) -> bool:
+    return spec.predict is not None and spec.predict.optimization == "continuous-batching"
 
 
 def _has_references(spec: FineTuneJobSpec) -> bool:
@@ -222,7 +226,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "no-rungs-for-texts",
         "predict.optimization",
-        f"!has(self.predict) || self.predict.optimization in ['auto', 'none', 'vllm'] || {is_one_of(RUNG_TASKS)}",
+        f"!has(self.predict) || self.predict.optimization in {['auto', 'none', *TEXT_RUNGS]}"
+        f" || {is_one_of(RUNG_TASKS)}",
         lambda spec: not _is_rung(spec) or spec.task in RUNG_TASKS,
         f"applies to {', '.join(RUNG_TASKS)} only",
         "leave it out",
@@ -260,6 +265,31 @@ RULES: tuple[Rule, ...] = (
         "leave it out, or set spec.predict.optimization to none",
     ),
     Rule(
+        "slots-write-texts",
+        "predict.optimization",
+        f"!has(self.predict) || self.predict.optimization != 'continuous-batching' || {is_one_of(VLLM_TASKS)}",
+        lambda spec: not _in_slots(spec) or spec.task in VLLM_TASKS,
+        f"continuous-batching applies to {', '.join(VLLM_TASKS)} only",
+        "leave it out",
+    ),
+    Rule(
+        "slots-have-no-beams",
+        "generation.numBeams",
+        "!has(self.predict) || self.predict.optimization != 'continuous-batching' || self.generation.numBeams == 1",
+        lambda spec: not _in_slots(spec) or spec.generation.num_beams == 1,
+        "must be 1 with spec.predict.optimization continuous-batching, which has no beam search",
+        "leave it out, or set spec.predict.optimization to none",
+    ),
+    Rule(
+        "slots-do-not-sample",
+        "generation.temperature",
+        "!has(self.predict) || self.predict.optimization != 'continuous-batching'"
+        " || self.generation.temperature == 0.0",
+        lambda spec: not _in_slots(spec) or spec.generation.temperature == 0,
+        "must be 0 with spec.predict.optimization continuous-batching, which does not sample",
+        "leave it out, or set spec.predict.optimization to none",
+    ),
+    Rule(
         "texts-need-references",
         "predict.metricTolerance",
         "!has(self.predict) || !has(self.predict.metricTolerance)"
@@ -272,11 +302,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "no-cpu-rungs-on-gpus",
         "predict.optimization",
-        f"!has(self.predict) || self.predict.optimization in {['auto', 'vllm', *GPU_RUNGS]}"
+        f"!has(self.predict) || self.predict.optimization in {['auto', *TEXT_RUNGS, *GPU_RUNGS]}"
         " || type(self.resources.gpusPerNode) != int || int(self.resources.gpusPerNode) == 0",
         lambda spec: (
             spec.predict is None
-            or spec.predict.optimization in ("auto", "vllm", *GPU_RUNGS)
+            or spec.predict.optimization in ("auto", *TEXT_RUNGS, *GPU_RUNGS)
             or spec.resources.gpus_per_node in ("auto", 0)
         ),
         "is for CPUs, and spec.resources.gpusPerNode requests GPUs",

@@ -15,13 +15,31 @@ from finetune_operator.api.rules.rule import NO_LOOP, Rule, loops
 from finetune_operator.api.types import FineTuneJobSpec, ParallelismSpec
 
 
+def _degrees(parallelism: ParallelismSpec) -> dict[str, int]:
+    """Return the degrees above 1 of a replica's processes, by field below `parallelism`."""
+    degrees = {
+        "tensor": parallelism.tensor,
+        "pipeline.degree": parallelism.pipeline.degree,
+        "sequence": parallelism.sequence,
+    }
+    return {name: degree for name, degree in degrees.items() if degree > 1}
+
+
+def _dividing_degree(spec: FineTuneJobSpec) -> tuple[str, str] | None:
+    """Return the degree to report, and its rule; None if the spec sets the processes, too."""
+    degrees = _degrees(spec.parallelism)
+    if spec.resources.processes_per_node != "auto" or not degrees:
+        return None
+    first, *others = degrees
+    times = f"times {' and '.join(others)} " if others else ""
+    return f"parallelism.{first}", f"{times}must divide the number of processes, one per GPU"
+
+
 def _degrees_advice(spec: FineTuneJobSpec) -> str:
-    parallelism, world = spec.parallelism, world_size(spec) or 0
-    size = parallelism.replica_ranks
-    degrees = {"tensor": parallelism.tensor, "pipeline.degree": parallelism.pipeline.degree}
-    degrees["sequence"] = parallelism.sequence
-    product = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
-    product += f" = {size}" if sum(degree > 1 for degree in degrees.values()) > 1 else ""
+    degrees, world = _degrees(spec.parallelism), world_size(spec) or 0
+    size = spec.parallelism.replica_ranks
+    product = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+    product += f" = {size}" if len(degrees) > 1 else ""
     smaller = max((each for each in range(1, size + 1) if world % each == 0), default=1)
     return f"{world} processes are not a multiple of {product}: use a product that divides {world}, e.g. {smaller}"
 
@@ -103,6 +121,7 @@ RULES: tuple[Rule, ...] = (
         "times spec.resources.nodes must be a multiple of tensor x pipeline x sequence in spec.parallelism",
         "change the degrees, the nodes or the processes",
         advice=_degrees_advice,
+        cause=_dividing_degree,
         reads=WORLD_FIELDS,
     ),
     Rule(

@@ -29,12 +29,20 @@ class Rule:
     hint: str
     advice: Callable[[FineTuneJobSpec], str] | None = None
     """Hint with the job's own numbers, if arithmetic helps."""
+    cause: Callable[[FineTuneJobSpec], tuple[str, str] | None] | None = None
+    """Field to report in place of `path`, and the rule as a sentence about it, if the job's spec shows that another
+    field breaks the rule. CEL always reports `path`.
+    """
     reads: tuple[str, ...] = ()
     """Fields that the Python reads; omitted if the CEL names them."""
     schema: Mapping[str, JsonValue] = field(default_factory=dict)
     """Schema keywords at `path` that express as much of the rule as possible."""
     schema_around: Mapping[str, JsonValue] = field(default_factory=dict)
     """Schema keywords of the object around the field, if CEL cannot look into the field."""
+
+    def reported(self, spec: FineTuneJobSpec) -> tuple[str, str]:
+        """Return the field to report for `spec`, which breaks the rule, and the sentence about it."""
+        return (self.cause(spec) if self.cause else None) or (self.path, self.text)
 
     @property
     def fields_read(self) -> tuple[str, ...]:

@@ -52,30 +52,16 @@ from finetune_operator.api.types.field_types import (
 from finetune_operator.api.types.job_object import FineTuneJob, ObjectMeta
 from finetune_operator.api.types.job_spec import FineTuneJobSpec
 from finetune_operator.api.types.job_status import (
-    AdaptationStatus,
     ArtifactsStatus,
-    CanaryStatus,
-    Capacity,
-    ChildReference,
     CommunicationStatus,
-    ComparisonStatus,
     Condition,
     ConditionType,
     CostStatus,
-    EndpointStatus,
-    EstimateStatus,
     FailureStatus,
     FineTuneJobStatus,
-    InferenceStatus,
-    MeasuredStatus,
     Phase,
-    PlanCheckStatus,
-    PlanStatus,
     ProgressStatus,
-    RequestsStatus,
-    RevisionStatus,
     SpotStatus,
-    StageStatus,
 )
 from finetune_operator.api.types.spec_data import (
     AdapterSpec,
@@ -111,3 +97,14 @@ from finetune_operator.api.types.spec_results import (
     TrafficSpec,
 )
 from finetune_operator.api.types.spec_training import EarlyStoppingSpec, GitSpec, ScriptSpec, TrainingSpec
+from finetune_operator.api.types.status_endpoint import CanaryStatus, EndpointStatus, RequestsStatus, RevisionStatus
+from finetune_operator.api.types.status_plan import (
+    AdaptationStatus,
+    ComparisonStatus,
+    EstimateStatus,
+    InferenceStatus,
+    MeasuredStatus,
+    PlanCheckStatus,
+    PlanStatus,
+)
+from finetune_operator.api.types.status_stages import Capacity, ChildReference, StageStatus

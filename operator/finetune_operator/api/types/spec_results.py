@@ -4,7 +4,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, StringConstraints
 
-from finetune_contract.choices import ADAPTER_NAME_PATTERN, PredictRung
+from finetune_contract.choices import ADAPTER_NAME_PATTERN, EndpointRung, PredictRung
 from finetune_operator.api.types.field_types import (
     ENDPOINT_NAME_PATTERN,
     GATEWAY_PATTERN,
@@ -115,9 +115,10 @@ class PredictSpec(SpecModel):
     optimization: Auto | PredictRung = Field(
         default="auto",
         description="Optimization of inference. none: the model as it is; int8: the faster of onnx-int8 and openvino-"
-        "int8; bf16, compile, bnb-int8, bnb-nf4 and fp8 also work on one GPU; vllm: server generates the texts. An "
-        "explicit choice that is not available fails the stage. Defaults to auto: the fastest on a sample of the rows, "
-        "and none for small jobs, on GPUs, and for generated text without server and tolerance.",
+        "int8; bf16, compile, bnb-int8, bnb-nf4 and fp8 also work on one GPU; continuous-batching: "
+        "texts in slots that are refilled as texts end; vllm: server generates the texts. An explicit choice that is "
+        "not available fails the stage. Defaults to auto: the fastest on a sample of the rows, and none for small jobs"
+        ", and on GPUs except for texts.",
     )
     server: Annotated[str, StringConstraints(pattern=SERVER_PATTERN, max_length=512)] | None = Field(
         default=None,
@@ -263,7 +264,7 @@ class EndpointSpec(SpecModel):
         default=256,
         description="Maximum number of queued rows; further requests are answered with 429. Defaults to 256.",
     )
-    optimization: Auto | PredictRung = Field(
+    optimization: Auto | EndpointRung = Field(
         default="none",
         description="Optimization of inference, as in predict. auto: the fastest; vllm: vLLM's own server on GPUs, for "
         "text-generation and preference-tuning. Defaults to none: the model as it is, with the labels that were "

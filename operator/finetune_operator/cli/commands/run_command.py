@@ -119,7 +119,7 @@ def _entry_to_run(names: Sequence[str], name: str | None, limits: Settings, outp
     """Return the one job to run, checked; note which of its fields have no effect on this machine."""
     from finetune_operator.cli.commands.steps import checked_jobs
     from finetune_operator.planning.capacity import NO_SPOT_HERE
-    from finetune_operator.planning.inference import PROCESSES_HERE
+    from finetune_operator.planning.inference_processes import PROCESSES_HERE
 
     entry = _one(checked_jobs(names, limits, output), name)
     if entry.job.spec.spot.enabled:

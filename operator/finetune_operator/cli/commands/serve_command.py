@@ -153,7 +153,7 @@ def _with_serving(
     from pydantic import ValidationError
 
     from finetune_contract.choices import RungName
-    from finetune_contract.trainer_job import Serving
+    from finetune_contract.inference_settings import Serving
 
     name = "measured" if optimization == "auto" else optimization
     if adapters and name != "none":

@@ -27,6 +27,7 @@ from finetune_trainer.inference.optimization.rung_protocol import (
     NotAvailable,
     Rung,
     Substitute,
+    TextSettings,
     extremes,
 )
 from finetune_trainer.inference.optimization.rung_table import RungRow, RungTable
@@ -40,6 +41,14 @@ if TYPE_CHECKING:
 SAMPLE_ROWS = 1000
 TEXT_SAMPLE_ROWS = 64
 """Rows of a sample whose answers are generated texts: each takes seconds on a CPU."""
+TEXT_SAMPLE_BATCHES = 4
+"""Batches of a sample of texts, if `TEXT_SAMPLE_SHARE` of the rows suffices for them. In a single batch no slot would
+be used twice.
+"""
+TEXT_SAMPLE_SHARE = 0.05
+"""Largest share of a worker's rows in a sample of texts. Fewer rows than this leaves `TEXT_SAMPLE_ROWS` are not
+measured, unless a server could generate them.
+"""
 SMALL_SECONDS = 60.0
 """A job that the plain model finishes within this time is not measured: export alone takes some 10 s."""
 MEASURING_SHARE = 0.15
@@ -68,6 +77,8 @@ class Sample:
     """Answer all rows by a forward pass; None: by the model."""
     metrics: Callable[[Substitute | None], Mapping[str, float]] | None = None
     """Measure the task's metrics by a forward pass, on labelled rows; None: not requested."""
+    tokens: Callable[[Rows], int] | None = None
+    """Count the generated tokens of answers; None if they are no texts."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +90,8 @@ class RungRequest:
     """Share of labels that must be equal; None: lossy rungs are excluded, unless `metric_tolerance` is set."""
     metric_tolerance: float | None = None
     """Largest amount by which a metric may be worse than the plain model's."""
-    texts: bool = False
-    """True if the answers are generated texts."""
-    server: str | None = None
-    """URL of the server for rung `vllm`."""
+    texts: TextSettings | None = None
+    """Settings of generated texts; None if the answers are none."""
 
     @property
     def tolerates(self) -> bool:
@@ -140,10 +149,10 @@ def choose(
     `RungNotRightEnough` if its labels differ by more than the tolerance allows.
     """
     machine = machine or Machine.here()
-    candidates = rungs_of(request.optimization, texts=request.texts, server=request.server)
+    candidates = rungs_of(request.optimization, texts=request.texts)
     if request.optimization != "measured" and not request.tolerates and len(candidates) == 1:
         return _requested_rung(candidates[0], model, sample, folder, machine)
-    plain = _measured_plain(sample)
+    plain = _measured_plain(sample, warm=request.texts is None)
     whole = plain.seconds / max(1, sample.rows) * remaining
     if request.optimization == "measured" and whole < SMALL_SECONDS:
         return Chosen("none", None, _Ledger(sample, plain).table("none", small_job(whole)))
@@ -203,13 +212,13 @@ def by_name(
     sample: Sample,
     folder: Path,
     machine: Machine | None = None,
-    server: str | None = None,
+    texts: TextSettings | None = None,
 ) -> Substitute:
     """Build a rung that another worker or attempt chose. StageError `RungNotAvailable` if this machine lacks it: all
     parts must be computed in the same way.
     """
     try:
-        rung = rung_by_name(name, server)
+        rung = rung_by_name(name, texts)
     except KeyError:
         raise not_available(name, "this image does not have it") from None
     why = rung.unavailable(model, machine or Machine.here())
@@ -221,9 +230,10 @@ def by_name(
     raise not_available(name, why)
 
 
-def _measured_plain(sample: Sample) -> _Trial:
+def _measured_plain(sample: Sample, *, warm: bool) -> _Trial:
     rung = rung_by_name("none")
-    sample.answers(None)  # the first pass allocates and starts threads
+    if warm:
+        sample.answers(None)  # the first pass allocates and starts threads
     began = time.perf_counter()
     rows = sample.answers(None)
     seconds = time.perf_counter() - began
@@ -358,6 +368,10 @@ class _Ledger:
             return None
         return f"{worst.name} is {worst.by:.4f} worse, more than {request.metric_tolerance:.4f}"
 
+    def _tokens_per_second(self, trial: _Trial) -> float | None:
+        counted = self.sample.tokens
+        return counted(trial.rows) / trial.seconds if counted is not None and trial.seconds else None
+
     def _agreement(self, trial: _Trial) -> float:
         if trial.rung.name not in self.agreements:
             self.agreements[trial.rung.name] = agreement(self.plain.rows, trial.rows)
@@ -378,6 +392,7 @@ class _Ledger:
         return RungRow(
             name=name,
             rows_per_second=self.sample.rows / trial.seconds if trial.seconds else None,
+            tokens_per_second=self._tokens_per_second(trial),
             agreement=self._agreement(trial),
             largest_difference=largest_difference(self.plain.rows, trial.rows),
             metric=None if worst is None else worst.name,

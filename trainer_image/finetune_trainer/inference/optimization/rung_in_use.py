@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from finetune_contract.choices import GPU_RUNGS, RUNG_TASKS, VLLM_TASKS, Stage
+from finetune_contract.choices import GPU_RUNGS, RUNG_TASKS, TEXT_RUNGS, VLLM_TASKS, Stage
 from finetune_contract.contract_models import Message
 from finetune_contract.layout import JobPaths
 from finetune_contract.metrics import LOSS
@@ -30,7 +30,9 @@ from finetune_trainer.inference.labelled_rows import labelled_split
 from finetune_trainer.inference.optimization.choosing import (
     SAMPLE_ROWS,
     SMALL_SECONDS,
+    TEXT_SAMPLE_BATCHES,
     TEXT_SAMPLE_ROWS,
+    TEXT_SAMPLE_SHARE,
     Chosen,
     RungRequest,
     Sample,
@@ -39,9 +41,8 @@ from finetune_trainer.inference.optimization.choosing import (
     not_available,
     small_job,
 )
-from finetune_trainer.inference.optimization.rung_protocol import Machine, Substitute
-from finetune_trainer.inference.optimization.rung_table import RungTable
-from finetune_trainer.inference.optimization.rungs import TEXTS
+from finetune_trainer.inference.optimization.rung_protocol import Machine, Substitute, TextSettings
+from finetune_trainer.inference.optimization.rung_table import RungRow, RungTable
 from finetune_trainer.inference.optimization.text_metrics import reference_texts, text_metrics
 from finetune_trainer.inference.runner import answers_of
 from finetune_trainer.progress import NoProgress
@@ -85,12 +86,29 @@ class RungInUse:
         predict = self.answerer.job.predict
         if predict is None:
             return RungRequest("none", None)
-        texts = self.answerer.job.task in VLLM_TASKS
-        return RungRequest(predict.optimization, predict.tolerance, predict.metric_tolerance, texts, predict.server)
+        return RungRequest(predict.optimization, predict.tolerance, predict.metric_tolerance, self._texts)
+
+    @property
+    def _texts(self) -> TextSettings | None:
+        job = self.answerer.job
+        if job.predict is None or job.task not in VLLM_TASKS:
+            return None
+        generation, batch_tokens = job.generation, self.answerer.means.batch_tokens
+        lengths = (generation.max_new_tokens, generation.num_beams, generation.temperature)
+        return TextSettings(*lengths, batch_tokens, job.predict.server)
 
     @property
     def _sample_rows(self) -> int:
-        return TEXT_SAMPLE_ROWS if self.request.texts else SAMPLE_ROWS
+        texts = self.request.texts
+        if texts is None:
+            return SAMPLE_ROWS
+        if self.request.optimization != "measured":
+            return TEXT_SAMPLE_ROWS
+        few = self._sampled(_FEW_ROWS)[0]
+        longest = max(batch["input_ids"].shape[1] for batch in few.batches)
+        batch = max(1, texts.batch_tokens // (longest + texts.max_new_tokens))
+        most = max(TEXT_SAMPLE_ROWS, int(TEXT_SAMPLE_SHARE * self._remaining(_FEW_ROWS)))
+        return min(SAMPLE_ROWS, most, max(TEXT_SAMPLE_ROWS, TEXT_SAMPLE_BATCHES * batch))
 
     def choose(self) -> str:
         """Return the name of the rung, measured unless known. StageErrors of `choosing.choose`."""
@@ -115,12 +133,12 @@ class RungInUse:
         if requested == "none":
             return _plain("asked for")
         why, task = None, self.answerer.job.task
-        suitable = VLLM_TASKS if requested == TEXTS or task in VLLM_TASKS else RUNG_TASKS
-        if task not in suitable or (requested not in (TEXTS, "measured") and task in VLLM_TASKS):
-            what = requested if requested == TEXTS else "rungs of one forward pass"
-            why = f"{what} can compute {', '.join(VLLM_TASKS if requested == TEXTS else RUNG_TASKS)}"
-        elif requested == TEXTS or self.request.texts:
-            why = None  # the server computes, on whatever device
+        suitable = VLLM_TASKS if requested in TEXT_RUNGS or task in VLLM_TASKS else RUNG_TASKS
+        if task not in suitable or (requested not in (*TEXT_RUNGS, "measured") and task in VLLM_TASKS):
+            what = requested if requested in TEXT_RUNGS else "rungs of one forward pass"
+            why = f"{what} can compute {', '.join(VLLM_TASKS if requested in TEXT_RUNGS else RUNG_TASKS)}"
+        elif self.request.texts is not None:
+            why = None  # on any device
         elif self.answerer.means.device != "cpu" and requested not in GPU_RUNGS:
             why = "rungs are measured on CPUs only" if requested == "measured" else "it computes on CPUs only"
         if why is None:
@@ -134,7 +152,10 @@ class RungInUse:
         if self.request.optimization != "measured":
             return None
         sample, _ = self._sampled(_FEW_ROWS)
-        sample.answers(None)  # the first pass allocates and starts threads
+        if (texts := self.request.texts) is None:
+            sample.answers(None)  # the first pass allocates and starts threads
+        elif texts.server is None and self._remaining(_FEW_ROWS) * TEXT_SAMPLE_SHARE < TEXT_SAMPLE_ROWS:
+            return _plain(f"fewer than {TEXT_SAMPLE_ROWS / TEXT_SAMPLE_SHARE:,.0f} texts are too few to measure")
         began = time.perf_counter()
         sample.answers(None)
         seconds = (time.perf_counter() - began) / max(1, sample.rows) * self._remaining(_FEW_ROWS)
@@ -157,7 +178,7 @@ class RungInUse:
             sample = replace(sample, metrics=self._judge())
         chosen = choose(self.request, self.answerer.model, sample, remaining, self._folder, self.machine, self.workers)
         for row in chosen.table.rungs:
-            log.info("%s", _result_line(row.name, row.rows_per_second, row.agreement, row.why))
+            log.info("%s", _result_line(row))
         if any(row.name != "none" and row.rows_per_second for row in chosen.table.rungs):
             self._folder.mkdir(parents=True, exist_ok=True)
             with suppress(OSError):
@@ -192,7 +213,7 @@ class RungInUse:
 
     def _made(self, name: str) -> Substitute:
         sample = self._sampled(self._sample_rows)[0]
-        return by_name(name, self.answerer.model, sample, self._folder, self.machine, self.request.server)
+        return by_name(name, self.answerer.model, sample, self._folder, self.machine, self.request.texts)
 
     def _sampled(self, rows: int) -> tuple[Sample, int]:
         if rows not in self._samples:
@@ -242,6 +263,8 @@ def _plain(reason: str) -> Chosen:
     return Chosen("none", None, RungTable(chosen="none", rows=0, reason=reason))
 
 
-def _result_line(name: str, rate: float | None, share: float | None, why: str) -> str:
-    figures = "" if rate is None or share is None else f"{rate:,.0f} rows/s, {share:.2%} of labels equal: "
-    return f"  {name}: {figures}{why}"
+def _result_line(row: RungRow) -> str:
+    tokens = "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f} tokens/s, "
+    measured = row.rows_per_second is not None and row.agreement is not None
+    figures = f"{row.rows_per_second:,.0f} rows/s, {tokens}{row.agreement:.2%} of labels equal: " if measured else ""
+    return f"  {row.name}: {figures}{row.why}"

@@ -7,14 +7,29 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
 Batch: TypeAlias = "Mapping[str, torch.Tensor]"
 """Inputs of the model for some features, padded to the longest: `input_ids` and the rest, rows x tokens."""
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """Settings of a job whose answers are generated texts."""
+
+    max_new_tokens: int
+    num_beams: int
+    temperature: float
+    batch_tokens: int
+    """Most tokens of a batch."""
+    server: str | None = None
+    """URL of the server for rung `vllm`."""
 
 
 class NotAvailable(Exception):  # noqa: N818  # a result that is reported, not a fault
@@ -90,6 +105,7 @@ class ForwardPass(Protocol):
         """
 
 
+@runtime_checkable
 class TextGenerator(Protocol):
     """Generates texts in place of the model, with the part of transformers' interface that generation needs."""
 
@@ -98,6 +114,11 @@ class TextGenerator(Protocol):
 
     def generate(self, **inputs: Any) -> torch.Tensor:
         """See `generate` of transformers."""
+
+    def calls(self, tokens: NDArray[np.int64], batch_tokens: int) -> Sequence[NDArray[np.int64]]:
+        """Return the rows of each call of `generate`. `tokens`: those of each row's prompt and longest text;
+        `batch_tokens`: most tokens of a batch.
+        """
 
 
 Substitute: TypeAlias = "ForwardPass | TextGenerator"

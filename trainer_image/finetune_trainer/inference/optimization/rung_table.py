@@ -10,6 +10,8 @@ class RungRow(Message):
 
     name: str
     rows_per_second: float | None = None
+    tokens_per_second: float | None = None
+    """Generated tokens, without special ones; None if the answers are no texts."""
     agreement: float | None = None
     largest_difference: float | None = None
     metric: str | None = None

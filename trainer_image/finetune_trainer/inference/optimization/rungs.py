@@ -6,7 +6,8 @@ from dataclasses import replace
 from importlib import import_module
 from typing import NamedTuple, cast
 
-from finetune_trainer.inference.optimization.rung_protocol import Rung
+from finetune_contract.choices import TEXT_RUNGS
+from finetune_trainer.inference.optimization.rung_protocol import Rung, TextSettings
 
 _PACKAGE = "finetune_trainer.inference.optimization"
 
@@ -16,8 +17,7 @@ class _Place(NamedTuple):
     attribute: str
 
 
-TEXTS = "vllm"
-"""Rung of generated texts; the others compute one forward pass."""
+VLLM = "vllm"
 _RUNGS = {
     "none": _Place("torch_rungs", "PLAIN"),
     "bf16": _Place("torch_rungs", "BF16"),
@@ -32,26 +32,27 @@ _RUNGS = {
     "bnb-int8": _Place("quantized_rungs", "EIGHT_BIT"),
     "bnb-nf4": _Place("quantized_rungs", "FOUR_BIT"),
     "fp8": _Place("quantized_rungs", "FP8"),
-    TEXTS: _Place("text_server", "VLLM"),
+    "continuous-batching": _Place("continuous_batches", "CONTINUOUS_BATCHING"),
+    VLLM: _Place("text_server", "VLLM"),
 }
 FAMILIES = {"int8": ("onnx-int8", "openvino-int8")}
 """Name of a group -> its rungs, of which the fastest is taken."""
 
 
-def rung_by_name(name: str, server: str | None = None) -> Rung:
-    """Return a rung; KeyError for a name that none has. `server`: see `Prediction.server`."""
+def rung_by_name(name: str, texts: TextSettings | None = None) -> Rung:
+    """Return a rung; KeyError for a name that none has. `texts`: settings, if the answers are generated texts."""
     place = _RUNGS[name]
     found = getattr(import_module(f"{_PACKAGE}.{place.module}"), place.attribute)
-    return cast(Rung, replace(found, url=server) if name == TEXTS else found)
+    if texts is None or name not in TEXT_RUNGS:
+        return cast(Rung, found)
+    return cast(Rung, replace(found, url=texts.server) if name == VLLM else replace(found, settings=texts))
 
 
-def rungs_of(requested: str, *, texts: bool = False, server: str | None = None) -> list[Rung]:
-    """Return the rungs of a value of `predict.optimization`, without the plain model. `texts`: True if answers are
-    generated texts.
-    """
+def rungs_of(requested: str, *, texts: TextSettings | None = None) -> list[Rung]:
+    """Return the rungs of a value of `predict.optimization`, without the plain model. `texts`: as of `rung_by_name`."""
     names = (
-        [name for name in _RUNGS if name != "none" and (name == TEXTS) == texts]
+        [name for name in _RUNGS if name != "none" and (name in TEXT_RUNGS) == (texts is not None)]
         if requested == "measured"
         else list(FAMILIES.get(requested, (requested,)))
     )
-    return [rung_by_name(name, server) for name in names]
+    return [rung_by_name(name, texts) for name in names]

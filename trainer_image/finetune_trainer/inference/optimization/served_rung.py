@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from finetune_contract.data_settings import Columns
+from finetune_contract.inference_settings import Prediction
 from finetune_contract.layout import FailureClass, JobPaths
-from finetune_contract.trainer_job import Columns, Prediction, TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.row_shards import RowShard, ShardKey, ShardRows
 from finetune_trainer.data.shards import Encoder
 from finetune_trainer.failures import StageError

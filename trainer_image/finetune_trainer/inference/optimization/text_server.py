@@ -29,7 +29,9 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.inference.optimization.rung_protocol import Batch, Machine, NotAvailable
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 REQUESTS = 64
@@ -148,6 +150,12 @@ class TextServer:
         for row, each in enumerate(tokens):
             written[row, : len(each)] = torch.tensor(each, dtype=written.dtype)
         return torch.cat([input_ids.cpu(), written], 1)
+
+    def calls(self, tokens: NDArray[np.int64], batch_tokens: int) -> Sequence[NDArray[np.int64]]:
+        """See `TextGenerator.calls`; the server divides its memory itself."""
+        import numpy as np
+
+        return np.array_split(np.arange(len(tokens)), max(1, -(-len(tokens) // ROWS)))
 
     def check(self, model: PreTrainedModel, sample: Sequence[Batch]) -> None:
         """Compare the server's next tokens with the model's. NotAvailable if they differ, or if the server rejects a
