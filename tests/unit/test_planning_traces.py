@@ -80,7 +80,7 @@ def is_accepted(case: Case, trace: KeptTrace, card: int) -> bool:
 
 
 @pytest.mark.parametrize("case", TRACED, ids=lambda case: case.name)
-def test_plan_refuses_only_what_a_trace_with_overhead_excludes(case: Case):
+def test_plan_accepts_cards_with_room_for_trace_and_overhead(case: Case):
     trace = TRACES[case.name]
     needed = (trace.peak + stated_overhead(trace)) / (1 - MARGIN)
     assert is_accepted(case, trace, int(HIGH * needed) + 1), "the card has the plan's stated error of room"
