@@ -15,7 +15,6 @@ LONGER_FILES = {
     "operator/finetune_operator/planning/memory.py",
     "operator/finetune_operator/planning/step_time.py",
     "trainer_image/finetune_trainer/inference/predict.py",
-    "trainer_image/finetune_trainer/training/run.py",
 }
 """Files to be split. Do not add any."""
 
