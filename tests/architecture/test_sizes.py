@@ -14,7 +14,6 @@ MOST_LINES_OF_A_FUNCTION = 60
 LONGER_FILES = {
     "operator/finetune_operator/planning/memory.py",
     "operator/finetune_operator/planning/step_time.py",
-    "trainer_image/finetune_trainer/inference/predict.py",
 }
 """Files to be split. Do not add any."""
 
