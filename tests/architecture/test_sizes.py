@@ -12,7 +12,6 @@ MOST_LINES_OF_A_FILE = 500
 MOST_LINES_OF_A_FUNCTION = 60
 """After the signature, whose parameters may be the documented options of a command."""
 LONGER_FILES = {
-    "operator/finetune_operator/planning/memory.py",
     "operator/finetune_operator/planning/step_time.py",
 }
 """Files to be split. Do not add any."""
