@@ -16,7 +16,8 @@ from finetune_contract.facts import ModelFacts
 from finetune_contract.trainer_job import Adapter, Pipeline, Strategy, World
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.known_models import known_config
-from finetune_operator.planning.memory import Workload, estimate
+from finetune_operator.planning.memory import estimate
+from finetune_operator.planning.memory_workload import Workload
 
 GIB = 1 << 30
 BOUND = 0.15

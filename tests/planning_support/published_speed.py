@@ -18,7 +18,8 @@ from finetune_operator.planning.adapter_sizes import adapted_sizes, trained_para
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.devices import find_gpu
 from finetune_operator.planning.known_models import known_config
-from finetune_operator.planning.step_time import Machine, StepWork, kernel_shares, time_of_step
+from finetune_operator.planning.step_time import time_of_step
+from finetune_operator.planning.step_work import Machine, StepWork, kernel_shares
 from planning_support import published_memory
 
 

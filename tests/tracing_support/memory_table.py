@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune_contract.facts import ModelFacts
-from finetune_operator.planning.memory import Workload, estimate
+from finetune_operator.planning.memory import estimate
+from finetune_operator.planning.memory_workload import Workload
 from finetune_operator.planning.model_parallel_plan import PipelineEnd
 from finetune_operator.planning.plan_types import MemoryEstimate
 from finetune_operator.planning.recipe import recipe_of

@@ -22,9 +22,11 @@ from finetune_operator.planning.adapter_sizes import (
 )
 from finetune_operator.planning.architectures import ARCHITECTURES, model_facts
 from finetune_operator.planning.assumed_facts import assumed_model, parse_hardware
-from finetune_operator.planning.memory import Workload, activation_bytes_per_token, estimate, model_states
+from finetune_operator.planning.memory import estimate
+from finetune_operator.planning.memory_workload import Workload, activation_bytes_per_token
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan, PlanRefused
+from finetune_operator.planning.state_memory import model_states
 from finetune_operator.planning.summary import Row, summarise
 from finetune_operator.rendering.deepspeed_config import deepspeed_config
 from trainer_support.tasks import training_of

@@ -13,18 +13,10 @@ from finetune_contract.facts import LinearWidths, ModelFacts
 from finetune_contract.plans import SAVED_PIECE_BYTES
 from finetune_contract.trainer_job import Adapter, Strategy, World
 from finetune_operator.planning.architectures import ARCHITECTURES, model_facts
-from finetune_operator.planning.memory import (
-    CPU_PROCESS_BYTES,
-    FP8_ROUNDING_BYTES,
-    SUB_GROUP_ELEMENTS,
-    ModelStates,
-    Workload,
-    activation_bytes_per_token,
-    estimate,
-    gathered_bytes,
-    largest_layer,
-    model_states,
-)
+from finetune_operator.planning.exchange_memory import FP8_ROUNDING_BYTES, gathered_bytes
+from finetune_operator.planning.memory import CPU_PROCESS_BYTES, estimate
+from finetune_operator.planning.memory_workload import Workload, activation_bytes_per_token, largest_layer
+from finetune_operator.planning.state_memory import SUB_GROUP_ELEMENTS, ModelStates, model_states
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 GIB = 1 << 30

@@ -18,7 +18,8 @@ from finetune_operator.api.types import ParallelismSpec, PipelineSpec
 from finetune_operator.cli.jobview import plan_lines
 from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.ladder import ladder
-from finetune_operator.planning.memory import CPU_PROCESS_BYTES, Workload, estimate, model_states
+from finetune_operator.planning.memory import CPU_PROCESS_BYTES, estimate
+from finetune_operator.planning.memory_workload import Workload
 from finetune_operator.planning.model_parallel_plan import (
     bubble,
     in_flight,
@@ -28,6 +29,7 @@ from finetune_operator.planning.model_parallel_plan import (
 )
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan, PlanRefused
+from finetune_operator.planning.state_memory import model_states
 from finetune_operator.reconcile.planned import plan_status
 from planning_support.cases import BERT, job, llama_1b
 

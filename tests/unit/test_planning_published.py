@@ -10,7 +10,8 @@ from finetune_contract.trainer_job import Adapter, Strategy, World
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.gpu_table import GPU_MODELS
 from finetune_operator.planning.known_models import known_config
-from finetune_operator.planning.memory import Workload, estimate
+from finetune_operator.planning.memory import estimate
+from finetune_operator.planning.memory_workload import Workload
 from finetune_operator.planning.plan_types import MemoryEstimate
 from planning_support.published_memory import BOUND, GIB, RUNS, MemoryRun
 

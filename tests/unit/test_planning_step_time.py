@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from finetune_contract.trainer_job import Pipeline, Strategy
-from finetune_operator.planning.step_time import Machine, StepTime, StepWork, time_of_step
+from finetune_operator.planning.step_time import StepTime, time_of_step
+from finetune_operator.planning.step_work import Machine, StepWork
 from planning_support.published_speed import RUNS, Run, encoder_work, llama, machine, table, work
 
 

@@ -160,7 +160,8 @@ def _train(given: StageInput) -> StageResult:
         if transports:
             given.findings.communication = measured_transports(training.world, given.world.rank)
             refuse_sockets(given.findings.communication, training.world.network)
-    from finetune_trainer.training.run import read_deepspeed_config, read_estimate, train
+    from finetune_trainer.training.run import train
+    from finetune_trainer.training.run_inputs import read_deepspeed_config, read_estimate
 
     collection.begin_with_models()
     config = read_deepspeed_config(given.deepspeed)

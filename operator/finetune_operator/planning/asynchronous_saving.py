@@ -13,7 +13,7 @@ from finetune_contract.byte_text import human_bytes
 from finetune_contract.trainer_job import WHOLE_CHECKPOINTS
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.planning.draft import Draft, decided
-from finetune_operator.planning.memory import largest_layer
+from finetune_operator.planning.memory_workload import largest_layer
 from finetune_operator.planning.pauses import checkpoint_bytes, copy_seconds, save_seconds, short_seconds
 from finetune_operator.planning.plan_types import Adaptation, MemoryEstimate, MemoryTerm
 

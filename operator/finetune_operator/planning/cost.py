@@ -28,16 +28,11 @@ from finetune_operator.planning.devices import GpuModel, find_gpu, link_bytes
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.gpu_table import CARD_HOST
 from finetune_operator.planning.learned import time_factor
+from finetune_operator.planning.pass_time import matrix_parameters
 from finetune_operator.planning.pauses import pauses
 from finetune_operator.planning.plan_types import Estimate
-from finetune_operator.planning.step_time import (
-    Machine,
-    StepTime,
-    StepWork,
-    kernel_shares,
-    matrix_parameters,
-    time_of_step,
-)
+from finetune_operator.planning.step_time import StepTime, time_of_step
+from finetune_operator.planning.step_work import Machine, StepWork, kernel_shares
 
 GPU_UTILISATION = 0.35
 """Share of the dense 16-bit peak in the forward passes of inference; published trainings reach 23 to 45 %."""

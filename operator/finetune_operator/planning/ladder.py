@@ -20,6 +20,7 @@ from finetune_operator.planning.combination_checks import decided_choices
 from finetune_operator.planning.cost import machine_of
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.learned import corrected_memory
+from finetune_operator.planning.memory_workload import Workload
 from finetune_operator.planning.model_parallel_plan import filled, spread
 from finetune_operator.planning.plan_types import MemoryEstimate
 
@@ -102,9 +103,9 @@ def estimate(draft: Draft, strategy: Strategy, micro: int) -> MemoryEstimate:
     return corrected_memory(draft, strategy, memory.estimate(work, draft.device_bytes))
 
 
-def workload(draft: Draft, strategy: Strategy, micro: int) -> memory.Workload:
+def workload(draft: Draft, strategy: Strategy, micro: int) -> Workload:
     """Return the inputs of the memory estimate of one process of this draft."""
-    return memory.Workload(
+    return Workload(
         model=draft.model,
         task=draft.spec.task,
         strategy=strategy,

@@ -15,7 +15,8 @@ from finetune_contract.trainer_job import MOST_SAVING, CheckpointSchedule, Strat
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.planning.adapter_sizes import trained_parameters
 from finetune_operator.planning.draft import Draft, decided
-from finetune_operator.planning.memory import optimizer_state_bytes, weight_bytes
+from finetune_operator.planning.memory_workload import weight_bytes
+from finetune_operator.planning.state_memory import optimizer_state_bytes
 
 DIGEST_BYTES = 1e9
 """Bytes that a process reads in a second for their sha256: 0.4 GB/s without the CPU's instructions for it, 1 to 2 with

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from finetune_operator.planning.memory import Workload, loss_chunk_tokens, reshards_head
+from finetune_operator.planning.memory import loss_chunk_tokens, reshards_head
+from finetune_operator.planning.memory_workload import Workload
 from finetune_operator.planning.plan_types import HeadForm, Recipe
 
 

@@ -18,18 +18,20 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 from finetune_contract.choices import Device, OffloadDevice, ZeroStage
 from finetune_contract.trainer_job import World
 from finetune_operator.planning.adapter_sizes import trained_parameters
-from finetune_operator.planning.memory import (
-    NVME_OPTIMIZER_BUFFERS,
-    NVME_PARAMETER_BUFFERS,
-    NVME_SUB_GROUP_ELEMENTS,
+from finetune_operator.planning.exchange_memory import (
     PREFETCH_BUCKET_ELEMENTS,
-    SUB_GROUP_ELEMENTS,
-    largest_layer,
-    nvme_buffer_elements,
     overlaps_communication,
     reduce_bucket_elements,
 )
+from finetune_operator.planning.memory_workload import largest_layer
 from finetune_operator.planning.plan_types import JobPlan
+from finetune_operator.planning.state_memory import (
+    NVME_OPTIMIZER_BUFFERS,
+    NVME_PARAMETER_BUFFERS,
+    NVME_SUB_GROUP_ELEMENTS,
+    SUB_GROUP_ELEMENTS,
+    nvme_buffer_elements,
+)
 from finetune_operator.rendering.merging import merge
 
 OFFLOAD_FOLDER = "/offload"

@@ -14,14 +14,13 @@ overwritten. The column `predict.idColumn` is written as `id`; rows with the sam
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -31,30 +30,27 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.allocator import give_back_freed_memory
-from finetune_trainer.data.prepare import labels_of_model, predict_part
-from finetune_trainer.data.prepared import PreparedData, PreparedSplit
-from finetune_trainer.data.row_shards import PreparedRows, RowSource, ShardKey, no_rows, row_source
+from finetune_trainer.data.prepare import labels_of_model
+from finetune_trainer.data.row_shards import ShardKey, no_rows
 from finetune_trainer.data.shards import Encoder
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import discard, discard_leftovers, through_outage
-from finetune_trainer.inference.answering import ROW, Answerer, RequestedColumns, coding_of
+from finetune_trainer.inference.answering import Answerer
 from finetune_trainer.inference.optimization.rung_in_use import RungInUse
-from finetune_trainer.inference.prediction_output import FolderOutput, Output, output_of, write_lines
-from finetune_trainer.inference.prediction_parts import FILE, POSITION, Joined, PartFacts, Parts, PartsManifest
+from finetune_trainer.inference.prediction_inputs import PARTS_FORMAT, PredictionInputs, copied_columns
+from finetune_trainer.inference.prediction_output import Output, output_of, write_lines
+from finetune_trainer.inference.prediction_parts import Joined, PartFacts, Parts, PartsManifest
 from finetune_trainer.inference.prediction_workers import Crew, Sharing, SingleWorker, result_of
 from finetune_trainer.inference.runner import Means, settle, used_model, weights_version
 from finetune_trainer.inference.shard_claims import Worker
 from finetune_trainer.inference.tensor_group import WHOLE_MODEL, WholeModel, joined_group
 from finetune_trainer.progress import NoProgress, ProgressSink
 from finetune_trainer.reporting import merge_metrics
-from finetune_trainer.tasks.task_protocol import Coding
 from finetune_trainer.tasks.task_registry import task_of
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 3
-"""Version of the parts' format; raise it when parts change."""
 _PARTS = "predictions.parts"
 _OVER = "predictions.over-"
 """Prefix of the name that the parts get before they are removed."""
@@ -69,8 +65,6 @@ LOOK_SECONDS = 1.0
 RUNG = "rung"
 _CHOICE = "choice"
 """Claim on choosing a rung."""
-ID = "id"
-"""Column of predictions for `predict.idColumn`."""
 
 
 def predict(
@@ -91,7 +85,7 @@ def predict(
     worker = Worker.of(job, world, environment)
     group = joined_group(world, job.inference(Stage.PREDICT), Means.of(job.predict).device)
     if not group.leads:
-        given = _PredictionInputs.of(job, paths, _copies(job, output_of(job, paths)), group)
+        given = PredictionInputs.of(job, paths, copied_columns(job, output_of(job, paths)), group)
         if group.has_begun():
             _loaded_answerer(given, paths).follow()
         return {"rows": 0}
@@ -119,7 +113,7 @@ def predict_as(
             return {"rows": 0}  # it comes late
         discard(paths.root / _PARTS, paths.root, _OVER)
         return dict(result)
-    given = _PredictionInputs.of(job, paths, _copies(job, output), group)
+    given = PredictionInputs.of(job, paths, copied_columns(job, output), group)
     parts = Parts(paths.root / _PARTS / given.key(paths)).open()
     if worker is None:
         done = _AnsweredParts(progress, given.source.weight, parts, others=False)
@@ -135,7 +129,7 @@ def predict_as(
     return {"rows": rows}
 
 
-def _followed(given: _PredictionInputs, parts: Parts, crew: Crew, progress: ProgressSink, paths: JobPaths) -> int:
+def _followed(given: PredictionInputs, parts: Parts, crew: Crew, progress: ProgressSink, paths: JobPaths) -> int:
     """Do the work of a worker other than 0; return the number of rows that it answered."""
     done = _OwnRows(progress)
     try:
@@ -147,7 +141,7 @@ def _followed(given: _PredictionInputs, parts: Parts, crew: Crew, progress: Prog
 
 
 def _led(
-    given: _PredictionInputs,
+    given: PredictionInputs,
     parts: Parts,
     sharing: Sharing,
     done: _AnsweredParts,
@@ -186,79 +180,6 @@ def _led(
     return result
 
 
-@dataclass(frozen=True)
-class _PredictionInputs:
-    """Inputs that predictions depend on."""
-
-    job: TrainerJob
-    source: RowSource
-    role: str
-    requested: RequestedColumns
-    means: Means
-    group: WholeModel
-    """Processes that hold the model."""
-
-    @classmethod
-    def of(cls, job: TrainerJob, paths: JobPaths, copies: Mapping[str, str], group: WholeModel) -> _PredictionInputs:
-        """Return the inputs of the job; StageErrors of the data source and of the task's columns."""
-        task, means = task_of(job), Means.of(job.predict)
-        part = predict_part(job, task)
-        if part is not None:
-            source = row_source(part.source, part.needs)
-            return cls(job, source, "predict", RequestedColumns(part.columns, part.setting, copies), means, group)
-        prepared = PreparedData.open(paths)
-        role = next((role for role in ("test", "validation") if role in prepared.facts.splits), None)
-        if role is None:
-            raise StageError(
-                FailureClass.DATA,
-                "SplitNotFound",
-                "There is no prepared split test to predict; the prepared splits are "
-                f"{', '.join(prepared.facts.splits)}.",
-                "Set predict.dataset, or dataset.splits.test, and run the stage prepare again.",
-            )
-        assert job.dataset is not None
-        split = prepared.of(role)
-        source = PreparedRows(split, prepared.facts.fingerprint)
-        _refuse_missing_id(job, split)
-        return cls(job, source, role, RequestedColumns(job.dataset.columns, "dataset", copies), means, group)
-
-    @cached_property
-    def coding(self) -> Coding:
-        return coding_of(self.job)
-
-    def key(self, paths: JobPaths) -> str:
-        """Return a digest of everything that a part depends on."""
-        job = self.job
-        basis = {
-            "format": _FORMAT,
-            "source": self.source.identity(),
-            "columns": self.requested.columns.model_dump(exclude_none=True),
-            "copies": dict(self.requested.copies),
-            "job": job.model_dump(mode="json", include={"task", "model", "generation", "preference", "seed"}),
-            "length": [self.coding.max_length, self.coding.stride],
-            "means": [self.means.device, self.means.batch_tokens, self.means.precision],
-            "trained": weights_version(job, paths),
-            "optimization": None if job.predict is None else [job.predict.optimization, job.predict.tolerance],
-        }
-        if job.predict is not None and job.predict.metric_tolerance is not None:
-            basis["metric_tolerance"] = job.predict.metric_tolerance
-        if self.means.tensor > 1:
-            basis["tensor"] = self.means.tensor
-        return hashlib.sha256(json.dumps(basis, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _refuse_missing_id(job: TrainerJob, split: PreparedSplit) -> None:
-    name = job.predict.id_column if job.predict else None
-    has = split.raw().column_names
-    if name is not None and name not in has:
-        raise StageError(
-            FailureClass.DATA,
-            "MissingColumn",
-            f"predict.idColumn is {name!r}, but the prepared split {split.role} has the columns {', '.join(has)}.",
-            "Run the stage prepare again: it keeps the columns that predict names.",
-        )
-
-
 class _OwnRows:
     """Counts the rows that this worker answered."""
 
@@ -277,7 +198,7 @@ class _OwnRows:
     def collect(self) -> None:
         """Do nothing: worker 0 counts the rows of the others."""
 
-    def judge(self, given: _PredictionInputs, keys: Sequence[ShardKey]) -> bool:
+    def judge(self, given: PredictionInputs, keys: Sequence[ShardKey]) -> bool:
         """Leave it to worker 0."""
         return False
 
@@ -336,7 +257,7 @@ class _AnsweredParts:
         self._report(self.rows + round(rows * share), self._total(rows, weight))
         self.collect()
 
-    def judge(self, given: _PredictionInputs, keys: Sequence[ShardKey]) -> bool:
+    def judge(self, given: PredictionInputs, keys: Sequence[ShardKey]) -> bool:
         """Return whether the rows before the first missing part already show that too many are bad."""
         while self._prefix < len(keys) and (facts := self._facts.get(str(keys[self._prefix]))) is not None:
             self._prefix += 1
@@ -397,7 +318,7 @@ class _ShardProgress(NoProgress):
 
 
 def _answer(
-    given: _PredictionInputs, parts: Parts, sharing: Sharing, done: _AnsweredParts | _OwnRows, paths: JobPaths
+    given: PredictionInputs, parts: Parts, sharing: Sharing, done: _AnsweredParts | _OwnRows, paths: JobPaths
 ) -> Sequence[ShardKey]:
     """Answer the shards that this process takes, and return the keys of all parts in the order of the rows; of those
     before the first missing one if too many rows are bad.
@@ -426,7 +347,7 @@ def _answer(
             return keys
 
 
-def _answerer(given: _PredictionInputs, parts: Parts, sharing: Sharing, paths: JobPaths) -> Answerer:
+def _answerer(given: PredictionInputs, parts: Parts, sharing: Sharing, paths: JobPaths) -> Answerer:
     import torch
 
     # The bytes of the output do not depend on the GPUs of a model, but on a division of its sums.
@@ -443,16 +364,16 @@ def _answerer(given: _PredictionInputs, parts: Parts, sharing: Sharing, paths: J
     def choose() -> PartsManifest:
         name, threads = rungs.choose(), torch.get_num_threads()
         optimization: dict[str, JsonValue] = {} if name == "none" else {RUNG: name}
-        return PartsManifest(version=_FORMAT, means=means, threads=threads, optimization=optimization)
+        return PartsManifest(version=PARTS_FORMAT, means=means, threads=threads, optimization=optimization)
 
     # One worker measures for all; if there is nothing to measure, no worker waits.
     first = (lambda there: not there()) if rungs.request.optimization == "none" else partial(sharing.first, _CHOICE)
-    agreed = parts.agreed(_FORMAT, means, choose, first)
+    agreed = parts.agreed(PARTS_FORMAT, means, choose, first)
     torch.set_num_threads(agreed.threads)
     return replace(answerer, forward=rungs.forward(str(agreed.optimization.get(RUNG, "none"))))
 
 
-def _loaded_answerer(given: _PredictionInputs, paths: JobPaths) -> Answerer:
+def _loaded_answerer(given: PredictionInputs, paths: JobPaths) -> Answerer:
     """Load the model, or this process's slice of it."""
     job, task, means = given.job, task_of(given.job), given.means
     model, _ = used_model(job, paths, means.precision, means.devices, given.group)
@@ -492,29 +413,3 @@ def _too_many(job: TrainerJob, done: _AnsweredParts, path: str, bad_rows: Iterat
         f"{_allowed(job, done.rows):,}; all are in {path}. The first, {first['file']}, {place}: {first['message']}",
         "Correct the rows or raise predict.maxBadRows; the rows that were answered are kept.",
     )
-
-
-def _copies(job: TrainerJob, output: Output) -> dict[str, str]:
-    """Return the column of the predictions -> the column of the data that it copies."""
-    requested = job.predict
-    if requested is None:
-        return {}
-    own = {FILE, POSITION, ROW} if isinstance(output, FolderOutput) else {ROW}
-    own |= set(task_of(job).answer_columns)
-    identity = {ID: requested.id_column} if requested.id_column is not None else {}
-    columns = [column for column in requested.columns if identity.get(column) != column]
-    return {**identity, **_output_names(columns, {*own, *identity})}
-
-
-def _output_names(columns: Sequence[str], own: Collection[str]) -> dict[str, str]:
-    """Return the column of the output -> the column of the input; names in `own` are taken."""
-    names = {f"input_{column}" if column in own else column: column for column in columns}
-    if len(names) < len(set(columns)):
-        raise StageError(
-            FailureClass.CONFIG,
-            "ColumnNameTaken",
-            f"predict.columns {', '.join(columns)} would write a column name twice ("
-            f"{', '.join(f'input_{column}' if column in own else column for column in columns)}).",
-            "Rename one of the columns in the data, or do not copy it.",
-        )
-    return names

@@ -2,57 +2,44 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-from pydantic import ValidationError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers import PreTrainedModel
 
 from finetune_contract.arguments import compiles, groups_by_length
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.measured_devices import MeasuredDevices
-from finetune_contract.plan_check import MeasuredTraining, PlannedTraining, check_plan
+from finetune_contract.plan_check import PlannedTraining
 from finetune_contract.plans import REQUESTED_LOGITS
 from finetune_contract.report import Communication
 from finetune_contract.trainer_job import TrainerJob, Training
-from finetune_trainer.adapters import Adapted, adapt, write_adapter_and_merge
+from finetune_trainer.adapters import adapt
 from finetune_trainer.allocator import give_back_freed_memory
 from finetune_trainer.checkpoints import CheckpointStore, identity
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.data.slices import TokenSlice
 from finetune_trainer.distributed import ProcessWorld, gathered
 from finetune_trainer.failures import StageError
-from finetune_trainer.files import share
-from finetune_trainer.float8 import InFloat8, convert, refuse_without_library, refuse_without_units
+from finetune_trainer.float8 import InFloat8, convert
 from finetune_trainer.metric_names import refuse_unknown_metrics
-from finetune_trainer.model_card import write_model_card
-from finetune_trainer.models import load_tokenizer, pinned, position_limit, weights_digest
+from finetune_trainer.models import pinned, weights_digest
 from finetune_trainer.packed_attention import pack_attention
 from finetune_trainer.progress import ProgressSink
-from finetune_trainer.reporting import merge_metrics, training_environment, write_environment
 from finetune_trainer.signing import signer_of
 from finetune_trainer.spread_hashing import SpreadHashing
 from finetune_trainer.stage_console import quiet_transformers
-from finetune_trainer.storage import storage_errors_named
 from finetune_trainer.stored_weights import as_stored, in_training_type, narrow_weights
-from finetune_trainer.strategies.mesh import MeshShape
 from finetune_trainer.strategies.select import strategy_for
-from finetune_trainer.strategies.strategy_protocol import Strategy, tied_names
-from finetune_trainer.tasks.task_protocol import Objective, TaskModule, compared
+from finetune_trainer.strategies.strategy_protocol import Strategy
+from finetune_trainer.tasks.task_protocol import Objective, compared
 from finetune_trainer.tasks.task_registry import task_of
-from finetune_trainer.tensor_files import mapped_tensors
 from finetune_trainer.training.activations import InHostMemory, OnDevice
 from finetune_trainer.training.chunked_loss import chunk_loss
 from finetune_trainer.training.dealing import Deal
@@ -60,15 +47,25 @@ from finetune_trainer.training.dropout import share_random_bits
 from finetune_trainer.training.history import History, RunFigures
 from finetune_trainer.training.interruption import Interruption
 from finetune_trainer.training.loop import LoopParts, Observer, TrainingLoop
-from finetune_trainer.training.measured_run import PeakMemory, peak_memory, resident_peak
+from finetune_trainer.training.measured_run import peak_memory, resident_peak
 from finetune_trainer.training.objective import objective_of
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
 from finetune_trainer.training.reference_answers import KeptReference, NoReference, Reference, ReferenceAnswers
+from finetune_trainer.training.run_figures import (
+    Measurements,
+    Outcome,
+    measured_surroundings,
+    measured_training,
+    write_outcome,
+)
+from finetune_trainer.training.run_inputs import TrainingRun, training_of
 from finetune_trainer.training.run_observers import RunObserver, SilentObserver
+from finetune_trainer.training.run_refusals import refuse_fp8, refuse_liger, refuse_recomputing, refuse_smoothing
 from finetune_trainer.training.saving import RunSaver
 from finetune_trainer.training.stopping import EarlyStopper, NeverStop
-from finetune_trainer.training.timing import PartClock, moments_of, time_split
+from finetune_trainer.training.timing import PartClock, moments_of
 from finetune_trainer.training.tracking import Tracked, tracking
+from finetune_trainer.training.trained_model import StartedModel, publish_model, trained_weights
 from finetune_trainer.training.training_arguments import refused_arguments, training_arguments
 from finetune_trainer.training.validation_rounds import ROLE as VALIDATION
 from finetune_trainer.training.validation_rounds import Validation
@@ -79,84 +76,6 @@ _VALIDATION_TOKENS_PER_MICRO_BATCH = 4
 """Factor of a validation batch: a forward pass without gradients keeps one layer's activations, so four times the rows
 of a training micro-batch are safe.
 """
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Data that the stage adds to the report."""
-
-    metrics: dict[str, Any]
-    artifacts: dict[str, str]
-    fingerprint: str
-
-
-def read_deepspeed_config(path: Path | None) -> dict[str, Any] | None:
-    """Parse deepspeed.json; raise StageError CONFIG when it cannot be read."""
-    if path is None:
-        return None
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise StageError(
-            FailureClass.CONFIG, "DeepSpeedConfig", f"{path} cannot be read: {error}", "Plan again."
-        ) from error
-    if not isinstance(config, dict):
-        raise StageError(FailureClass.CONFIG, "DeepSpeedConfig", f"{path} holds no JSON object.", "Plan again.")
-    return config
-
-
-def read_estimate(path: Path | None) -> PlannedTraining | None:
-    """Parse estimate.json; None without the file, as older operators write none. A file that cannot be read only costs
-    the comparison, which a warning reports.
-    """
-    if path is None or not path.exists():
-        return None
-    try:
-        return PlannedTraining.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        log.warning("The plan is not compared with the training: %s cannot be read: %s", path, error)
-        return None
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Inputs that all parts of the stage share."""
-
-    job: TrainerJob
-    training: Training
-    paths: JobPaths
-    world: ProcessWorld
-    strategy: Strategy
-    task: TaskModule
-    prepared: PreparedData
-
-    @property
-    def data_rank(self) -> int:
-        """Data-parallel rank of this process: processes of one rank read the same rows."""
-        return self._mesh.data_rank(self.world.rank)
-
-    @property
-    def tokens_of_rows(self) -> TokenSlice:
-        """Slice of its rows' tokens that this process has."""
-        return self._mesh.token_slice(self.world.rank)
-
-    @property
-    def _mesh(self) -> MeshShape:
-        return MeshShape.of(self.training.strategy, self.training.batch.data_parallel)
-
-
-@dataclass(frozen=True)
-class _Start:
-    """Model before its first step."""
-
-    model: PreTrainedModel
-    job: TrainerJob
-    """Job with the model revision with which the training begins."""
-    adapted: Adapted | None
-    in_float8: InFloat8 | None
-    objective: Objective
-    digest: str | None
-    """Digest of the weights, where the objective compares the model with them."""
 
 
 def train(
@@ -206,19 +125,19 @@ def train(
         _train(loop, resume=resume)
     clock.enter("finish")
     give_back_freed_memory()
-    with _trained_weights(run, loop, stopper) as weights:
+    with trained_weights(run, loop, stopper) as weights:
         peaks = gathered(peak_memory(training.world.device, loop.placed, memory_before))
         if not world.is_main:
             return Outcome({}, {}, run.prepared.facts.fingerprint)
         shutil.rmtree(paths.offload, ignore_errors=True)  # all ranks have synchronised in `gathered`
-        _publish(run, start, loop.placed.model, weights)
+        publish_model(run, start, loop.placed.model, weights)
     spent, seconds = clock.lap(), time.monotonic() - started
     observer.on_pause(loop.state.global_step, spent)
     lines = history.read()
-    measurements = _Measurements(_measured(lines, saver.first_step, strategy, peaks), planned)
+    measurements = Measurements(measured_training(lines, saver.first_step, strategy, peaks), planned)
     done = {"seconds": seconds, "steps": loop.state.global_step, **loop.engine.compiled.figures()}
-    surroundings = _surroundings(devices, communication)
-    return _outcome(run, RunFigures(lines), done, peaks, measurements, stopper, clock, surroundings)
+    surroundings = measured_surroundings(devices, communication)
+    return write_outcome(run, RunFigures(lines), done, peaks, measurements, stopper, clock, surroundings)
 
 
 def _run_of(
@@ -229,32 +148,15 @@ def _run_of(
     strategy: Strategy,
     *,
     fp8_without_units: bool,
-) -> _Run:
+) -> TrainingRun:
     """Return the inputs of the stage. Raise StageError for a precision or a setting that is not possible with them."""
-    _refuse_fp8(training, without_units=fp8_without_units)
-    run = _Run(job, training, paths, world, strategy, task_of(job), PreparedData.open(paths))
-    _refuse_smoothing(training, run.task, run.prepared)
+    refuse_fp8(training, without_units=fp8_without_units)
+    run = TrainingRun(job, training, paths, world, strategy, task_of(job), PreparedData.open(paths))
+    refuse_smoothing(training, run.task, run.prepared)
     return run
 
 
-def _surroundings(devices: MeasuredDevices | None, communication: Communication | None) -> dict[str, Any]:
-    """Return what was measured of the processes' GPUs and of the transports between them, for metrics.json."""
-    found: dict[str, Any] = {}
-    if devices is not None:
-        found["devices"] = {"text": devices.text, **devices.model_dump(mode="json")}
-    if communication is not None:
-        found["communication"] = communication.model_dump(mode="json")
-    return found
-
-
-def _refuse_fp8(training: Training, *, without_units: bool) -> None:
-    if training.precision == "fp8":
-        refuse_without_library()
-        if not without_units:
-            refuse_without_units(training.world.device)
-
-
-def _order(run: _Run) -> EpochOrder:
+def _order(run: TrainingRun) -> EpochOrder:
     training, prepared = run.training, run.prepared
     lengths, widths = prepared.lengths("train"), run.task.widths(prepared, "train")
     grouped = groups_by_length(run.job.task, training.arguments)
@@ -266,15 +168,15 @@ def _order(run: _Run) -> EpochOrder:
     return order
 
 
-def _start(run: _Run) -> _Start:
+def _start(run: TrainingRun) -> StartedModel:
     """Load the model, before `training_arguments`: with a ZeRO-3 configuration alive, transformers would load it in
     shards and draw a new head on rank 0 alone, from another state of the generator than every other strategy.
     """
     training = run.training
     began_with, _ = pinned(run.job)
     model = as_stored(lambda: run.task.build_model(began_with, run.prepared.facts))
-    _refuse_recomputing(training, model)
-    _refuse_liger(training, model)
+    refuse_recomputing(training, model)
+    refuse_liger(training, model)
     digest = weights_digest(model) if compared(run.task) else None
     adapted = None if training.adapter is None else adapt(model, training.adapter, began_with)
     match run.strategy.takes_weights:
@@ -288,10 +190,10 @@ def _start(run: _Run) -> _Start:
     if training.world.device == "cpu" and not compiles(training.arguments):  # which has its own dropout
         share_random_bits(model)
     in_float8 = _in_float8(training, model) if training.precision == "fp8" else None
-    return _Start(model, began_with, adapted, in_float8, _objective(run, model), digest)
+    return StartedModel(model, began_with, adapted, in_float8, _objective(run, model), digest)
 
 
-def _objective(run: _Run, model: PreTrainedModel) -> Objective:
+def _objective(run: TrainingRun, model: PreTrainedModel) -> Objective:
     """Return the loss to minimise, which `model` computes in chunks from here on where it can."""
     own, training, in_chunks = run.task.objective, run.training, False
     if own is None or own.of_rows is not None:
@@ -301,8 +203,8 @@ def _objective(run: _Run, model: PreTrainedModel) -> Objective:
 
 
 def _parts(
-    run: _Run,
-    start: _Start,
+    run: TrainingRun,
+    start: StartedModel,
     order: EpochOrder,
     observer: Observer,
     saver: RunSaver,
@@ -356,193 +258,6 @@ def _validation_tokens(model: PreTrainedModel, rows: int, length: int) -> int:
     return min(tokens, max(length, REQUESTED_LOGITS // vocabulary))
 
 
-@contextmanager
-def _trained_weights(run: _Run, loop: TrainingLoop, stopper: EarlyStopper | NeverStop) -> Iterator[Path]:
-    """Yield the path of a file that rank 0 has: the weights of the best evaluation, or the last ones, in a file that is
-    deleted in the end. In host memory they would take as much as the model.
-    """
-    path = run.paths.model.with_name(f"{run.paths.model.name}.weights")
-    if stopper.best_step is not None:
-        # Rank 0 alone knows the hash.
-        yield (stopper.best_weights() if run.world.is_main else None) or path
-        return
-    try:
-        with storage_errors_named(path, "gathering the trained weights"):
-            run.strategy.write_weights(loop.placed, path)
-        yield path
-    finally:
-        if run.world.is_main:
-            path.unlink(missing_ok=True)
-
-
-def _publish(run: _Run, start: _Start, trained: PreTrainedModel, weights: Path) -> None:
-    """Write `model/`, and `adapter/` of an adapted model. `weights`: the file with the trained weights."""
-    earlier = weights.suffix == ".pt"  # best weights that an earlier release kept
-    state = torch.load(weights, weights_only=True, mmap=True) if earlier else mapped_tensors(weights)
-    # Gathered from shards, a shared weight would appear under each of its names.
-    tied = tied_names(trained)
-    state = {name: weight for name, weight in state.items() if name not in tied}
-    size = 0 if start.adapted else sum(weight.numel() * weight.element_size() for weight in state.values())
-    with _published(run.paths, size) as (model_folder, adapter_folder):
-        if start.adapted is None:
-            trained.save_pretrained(str(model_folder), state_dict=state)
-        else:
-            unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]  # else transformers loads it in shards
-            whole = run.task.build_model(start.job, run.prepared.facts)
-            merged = write_adapter_and_merge(whole, start.adapted, start.job, state, adapter_folder)
-            merged.save_pretrained(str(model_folder))
-        _published_tokenizer(run.job, trained).save_pretrained(str(model_folder))
-        for folder in (model_folder, adapter_folder):
-            share(folder)
-
-
-@dataclass(frozen=True)
-class _Measurements:
-    """Measurements of an attempt, and the estimates of its plan."""
-
-    measured: MeasuredTraining
-    planned: PlannedTraining | None
-
-    def check(self) -> dict[str, Any]:
-        """Return the entries of metrics.json with the plan's estimates and their comparison, and log what was off;
-        none without a plan.
-        """
-        if self.planned is None:
-            return {}
-        check = check_plan(self.planned, self.measured)
-        for sentence in check.off():
-            log.warning("%s", sentence)
-        planned = self.planned.model_dump(mode="json", exclude_none=True)
-        return {"plan_check": check.model_dump(mode="json", exclude_none=True), "planned": planned}
-
-
-def _measured(
-    lines: Sequence[Mapping[str, Any]], first_step: int, strategy: Strategy, peaks: list[PeakMemory]
-) -> MeasuredTraining:
-    """Return the measurements of an attempt that began after `first_step`: time of its steps by the history's lines,
-    and memory of its fullest process.
-    """
-    of_attempt = RunFigures([line for line in lines if line["step"] > first_step])
-    fullest = max(peaks, key=lambda peak: peak.device)
-    step = of_attempt.median_step()
-    return MeasuredTraining(
-        steps=step.steps,
-        memory_bytes=fullest.device,
-        memory_terms=fullest.terms,
-        step_seconds=step.seconds,
-        step_parts=step.parts,
-        with_communication=tuple(part for part in strategy.communicates_in if part in step.parts),
-    )
-
-
-def _outcome(
-    run: _Run,
-    run_figures: RunFigures,
-    done: Mapping[str, Any],
-    peaks: list[PeakMemory],
-    measurements: _Measurements,
-    stopper: EarlyStopper | NeverStop,
-    clock: PartClock,
-    surroundings: Mapping[str, Any],
-) -> Outcome:
-    """Write the figures of the training to metrics.json and the model card."""
-    paths, training = run.paths, run.training
-    kept = CheckpointStore(paths.checkpoints, training.checkpoints.keep).size_bytes()
-    figures = {
-        **run_figures.losses(),
-        **run_figures.rates(),
-        "peak_memory_bytes": max(peak.allocated for peak in peaks),
-        **done,
-        "measured": measurements.measured.model_dump(mode="json"),
-        "strategy": training.strategy.label,
-        "world_size": run.world.size,
-        **({"checkpoint_bytes": kept} if kept else {}),
-        **({} if stopper.best_step is None else {"best_step": stopper.best_step}),
-        **run_figures.validation(stopper.best_step),
-    }
-    details = {
-        "peak_memory_bytes_by_rank": [peak.allocated for peak in peaks],
-        "time": time_split(run_figures.seconds(), run.strategy, clock).model_dump(mode="json"),
-        **measurements.check(),
-        **surroundings,
-    }
-    write_environment(paths, training_environment(training.world))
-    # Metrics of an earlier model do not apply to this one.
-    metrics = merge_metrics(paths, {"train": {**figures, **details}}, without=("evaluate", "majority"))
-    write_model_card(paths, run.job, run.prepared.facts, metrics)
-    folders = (paths.model, paths.adapter, *((paths.checkpoints,) if kept else ()))
-    artifacts = {each.name: each.name for each in folders if each.exists()}
-    return Outcome({"train": figures}, artifacts, run.prepared.facts.fingerprint)
-
-
-def _published_tokenizer(job: TrainerJob, model: PreTrainedModel) -> PreTrainedTokenizerBase:
-    """Return the tokenizer to be saved with the model, which truncates at the model's limit when asked to: that of the
-    base model may have no limit.
-    """
-    tokenizer = load_tokenizer(job)
-    limit = position_limit(model.config)
-    if limit is not None:
-        tokenizer.model_max_length = min(tokenizer.model_max_length, limit)
-    return tokenizer
-
-
-def training_of(job: TrainerJob) -> Training:
-    """Return `job.training`; raise StageError CONFIG when the job trains nothing."""
-    if job.training is None:
-        raise StageError(
-            FailureClass.CONFIG,
-            "NothingToTrain",
-            f"Job {job.name} has no training section.",
-            "Leave the train stage out.",
-        )
-    return job.training
-
-
-def _refuse_smoothing(training: Training, task: TaskModule, prepared: PreparedData) -> None:
-    """Raise StageError CONFIG for a setting that has no effect on the task's loss."""
-    if training.label_smoothing and prepared.facts.label_form not in task.smooths_labels:
-        raise StageError(
-            FailureClass.CONFIG,
-            "LabelSmoothing",
-            f"training.labelSmoothing is {training.label_smoothing:g}, which this task's loss does not support.",
-            "Leave training.labelSmoothing out.",
-        )
-
-
-def _refuse_recomputing(training: Training, model: PreTrainedModel) -> None:
-    """Raise StageError CONFIG for activation checkpointing of a model that does not support it."""
-    if training.strategy.activation_checkpointing != "none" and not model.supports_gradient_checkpointing:
-        raise StageError(
-            FailureClass.CONFIG,
-            "ActivationCheckpointing",
-            f"parallelism.activationCheckpointing is {training.strategy.activation_checkpointing}, and "
-            f"{type(model).__name__} does not support it.",
-            "Set parallelism.activationCheckpointing to none, and lower training.microBatchSize if memory is short.",
-        )
-
-
-def _refuse_liger(training: Training, model: PreTrainedModel) -> None:
-    """Raise StageError CONFIG where Liger's kernels would not be used: it skips unknown models."""
-    if not training.arguments.get("use_liger_kernel"):
-        return
-    from transformers.utils.import_utils import is_liger_kernel_available
-
-    reason = ""
-    if not is_liger_kernel_available():
-        reason = "this image has no liger-kernel"
-    else:
-        known = import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
-        if model.config.model_type not in known:
-            reason = f"it has none for models of type {model.config.model_type}"
-    if reason:
-        raise StageError(
-            FailureClass.CONFIG,
-            "LigerKernel",
-            f"training.arguments.use_liger_kernel is true, and {reason}.",
-            "Leave it out.",
-        )
-
-
 def _in_float8(training: Training, model: PreTrainedModel) -> InFloat8:
     """Convert the model's layers, and log the result."""
     converted = convert(model)
@@ -561,7 +276,7 @@ def _train(loop: TrainingLoop, *, resume: bool) -> None:
         raise
 
 
-def _stopper(run: _Run) -> EarlyStopper | NeverStop:
+def _stopper(run: TrainingRun) -> EarlyStopper | NeverStop:
     if run.training.early_stopping is None:
         return NeverStop()
     if VALIDATION not in run.prepared.facts.splits:
@@ -575,7 +290,7 @@ def _stopper(run: _Run) -> EarlyStopper | NeverStop:
     return EarlyStopper(run.training.early_stopping, run.paths.checkpoints / "best", run.world)
 
 
-def _saver(run: _Run, start: _Start, stopper: EarlyStopper | NeverStop) -> RunSaver:
+def _saver(run: TrainingRun, start: StartedModel, stopper: EarlyStopper | NeverStop) -> RunSaver:
     settings, checkpoints = identity(run.job, run.prepared.facts.fingerprint), run.training.checkpoints
     if start.digest is not None:
         settings["reference_weights"] = start.digest  # a checkpoint has other weights
@@ -597,7 +312,9 @@ def _saver(run: _Run, start: _Start, stopper: EarlyStopper | NeverStop) -> RunSa
     )
 
 
-def _reference(run: _Run, start: _Start, deal: Deal, order: EpochOrder, on_batch: Callable[[int], None]) -> Reference:
+def _reference(
+    run: TrainingRun, start: StartedModel, deal: Deal, order: EpochOrder, on_batch: Callable[[int], None]
+) -> Reference:
     if start.digest is None:
         return NoReference()
     splits = {"train": deal.split("train", order.rows_of(run.training.max_steps))}
@@ -611,29 +328,3 @@ def _reference(run: _Run, start: _Start, deal: Deal, order: EpochOrder, on_batch
     return KeptReference(
         ReferenceAnswers(compared(run.task)), splits, run.paths.checkpoints, basis, run.world, on_batch
     )
-
-
-@contextmanager
-def _published(paths: JobPaths, size: int) -> Iterator[tuple[Path, Path]]:
-    """Yield temporary folders for the model and the adapter, which finally replace theirs. `size`: bytes of the
-    weights, 0 where they are not known.
-    """
-    folders = (paths.model, paths.adapter)
-    partial = {folder: folder.with_name(f"{folder.name}.partial") for folder in folders}
-    for each in partial.values():
-        shutil.rmtree(each, ignore_errors=True)
-    try:
-        with storage_errors_named(partial[paths.model], "the trained model", size):
-            yield partial[paths.model], partial[paths.adapter]
-    except BaseException:
-        for each in partial.values():
-            shutil.rmtree(each, ignore_errors=True)
-        raise
-    for folder, written in partial.items():
-        former = folder.with_name(f"{folder.name}.former")
-        shutil.rmtree(former, ignore_errors=True)
-        if folder.exists():
-            os.replace(folder, former)
-        if written.exists():
-            os.replace(written, folder)
-        shutil.rmtree(former, ignore_errors=True)
