@@ -113,11 +113,11 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "degrees that 16 GPUs are no multiple of": (
         {"parallelism": {"tensor": 2, "pipeline": {"degree": 3}}, "resources": {"nodes": 2, "gpusPerNode": 8}},
-        "resources.processesPerNode",
+        "parallelism.tensor",
     ),
     "slices that 16 GPUs are no multiple of": (
         {"task": "text-generation", "parallelism": {"sequence": 5}, "resources": {"nodes": 2, "gpusPerNode": 8}},
-        "resources.processesPerNode",
+        "parallelism.sequence",
     ),
     "fp8 without a GPU": ({"training": {"precision": "fp8"}}, "training.precision"),
     "one process on eight GPUs": (
