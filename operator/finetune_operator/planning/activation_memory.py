@@ -59,7 +59,8 @@ def activation_term(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
     judged = loss_chunk(work) or tokens
     judges = work.task in LANGUAGE_TASKS and work.end != "first"
     # A loss in chunks has the logits of a tensor rank's part of the vocabulary.
-    vocabulary = model.vocabulary_size // (work.strategy.tensor if loss_chunk(work) else 1)
+    divided = work.divided_logits or loss_chunk(work)
+    vocabulary = model.vocabulary_size // (work.strategy.tensor if divided else 1)
     logits = judged * vocabulary * _logit_bytes(work, moment) if judges else 0
     kept, what = _kept_bytes_per_token(work)
     pipeline = work.strategy.pipeline

@@ -50,13 +50,15 @@ def rounding_memory(work: Workload) -> MemoryTerm | None:
     """
     if work.precision != "fp8":
         return None
-    model = work.model
-    layer = largest_linear(model) or model.hidden_size * model.intermediate_size
+    model, tensor = work.model, work.strategy.tensor
+    layer = (largest_linear(model) or model.hidden_size * model.intermediate_size) // tensor
     # `inputs` and `outputs` are sums over the n layers of a name: n i o / n o = i.
     counted = [each for each in model.linear_layers.values() if each.weights]
     sides = [each.weights // side for each in counted for side in (each.inputs, each.outputs)]
     tokens = work.micro_batch * work.sequences * work.length
-    elements = max(layer, tokens * max(sides, default=max(model.hidden_size, model.intermediate_size)))
+    # Tensor ranks gather the hidden states, and have their part of what lies between two split layers.
+    wide = max(sides, default=model.intermediate_size) // tensor
+    elements = max(layer, tokens * max(model.hidden_size, wide))
     words = f"{FP8_ROUNDING_BYTES} x {elements:,} of the largest {'weight' if elements == layer else 'input or output'}"
     return MemoryTerm(name="rounding to fp8", bytes=FP8_ROUNDING_BYTES * elements, formula=words)
 

@@ -63,6 +63,10 @@ class Workload:
     """True if a step has several micro-batches, so that gradients are there during forward passes."""
     whole_logits: bool = False
     """True if training arguments keep a decoder from computing its loss some tokens at a time."""
+    divided_logits: bool = False
+    """True if each tensor rank has all logits of its part of the vocabulary; False in this project's trainer, where
+    only a loss in chunks divides them.
+    """
     smooths: bool = False
     """True if labels are smoothed."""
     narrow_loss: bool = False
