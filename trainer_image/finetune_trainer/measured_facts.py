@@ -14,6 +14,7 @@ import psutil
 
 from finetune_contract.facts import DeviceFacts, HardwareFacts, LinearWidths, ModelFacts, TrainerFacts
 from finetune_contract.layout import FailureClass
+from finetune_contract.plans import COUNTED_FAMILIES
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config, position_limit, resolve_model, stored_bytes
@@ -54,6 +55,7 @@ def model_facts(job: TrainerJob) -> ModelFacts:
     from torch import nn
 
     from finetune_trainer.adapters import head_parameters
+    from finetune_trainer.traced_layer import traced_block
 
     config = load_config(job)
     model = _without_weights(job, config)
@@ -68,7 +70,7 @@ def model_facts(job: TrainerJob) -> ModelFacts:
     hidden = _size(text, job, "hidden_size", "d_model", "dim")
     heads = _size(text, job, "num_attention_heads", "num_heads", "n_heads")
     shared = getattr(text, "num_key_value_heads", None)
-    return ModelFacts(
+    facts = ModelFacts(
         model_type=config.model_type,
         parameters=parameters,
         embedding_parameters=sum(embeddings.values()),
@@ -88,6 +90,11 @@ def model_facts(job: TrainerJob) -> ModelFacts:
         head_parameters=head_parameters(model),
         linear_layers=_linear_layers(model),
     )
+    if config.model_type in COUNTED_FAMILIES:
+        return facts
+    # The model has no use after it.
+    traced = traced_block(model)
+    return facts.model_copy(update={"saved_per_token": traced.per_token, "saved_per_score": traced.per_score})
 
 
 def _layers(text: PretrainedConfig, job: TrainerJob) -> int:

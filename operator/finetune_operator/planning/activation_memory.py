@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from finetune_contract.choices import LANGUAGE_TASKS
-from finetune_contract.plans import CHUNKED_LOSS_FAMILIES, CHUNKED_LOSS_TASKS, chunks_loss, loss_tokens
+from finetune_contract.plans import (
+    CHUNKED_LOSS_FAMILIES,
+    CHUNKED_LOSS_TASKS,
+    COUNTED_FAMILIES,
+    chunks_loss,
+    loss_tokens,
+)
 from finetune_operator.planning.adapter_sizes import adapted_layers
-from finetune_operator.planning.memory_workload import Workload, norm_slices, shape_of, unfused_scores
+from finetune_operator.planning.memory_workload import Workload, has_traced_block, norm_slices, shape_of, unfused_scores
 from finetune_operator.planning.model_parallel_plan import in_flight
 from finetune_operator.planning.plan_types import MemoryTerm
 from finetune_operator.planning.sequence_plan import slice_tokens
@@ -81,6 +87,8 @@ def activation_term(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
     passed = "" if pipeline is None else f", {kept_at_once:.3g} micro-batches at once"
     each = f" x {work.sequences} sequences" if work.sequences > 1 else ""
     part = "" if length == work.length else f" of {work.length}"
+    if model.model_type not in COUNTED_FAMILIES:
+        words += ", layers as traced" if has_traced_block(model) else ", layers as those of BERT"
     words = f"{work.micro_batch} rows{each} x {length}{part} tokens x ({words} + ends {ends:,}){passed}"
     if logits:
         words += f" + {judged:,} x {vocabulary:,} logits x {_logit_bytes(work, moment)}"

@@ -117,3 +117,8 @@ def activation_shape(model_type: str, linear_layers: Collection[str] = ()) -> Ac
     if model_type == "t5" and any(name.endswith(".wi_1") for name in linear_layers):
         return _GATED_T5
     return _SHAPES.get(model_type, _ENCODER)
+
+
+def counted_shapes() -> frozenset[str]:
+    """Return the families whose shape differs from that of BERT's layer."""
+    return frozenset(_SHAPES)

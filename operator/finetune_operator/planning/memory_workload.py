@@ -7,7 +7,7 @@ from functools import cached_property
 
 from finetune_contract.choices import LANGUAGE_TASKS, OptimizerName, Precision, Task
 from finetune_contract.facts import ModelFacts
-from finetune_contract.plans import SLICED_NORM_FAMILIES
+from finetune_contract.plans import COUNTED_FAMILIES, SLICED_NORM_FAMILIES
 from finetune_contract.trainer_job import Adapter, Strategy, World
 from finetune_operator.planning.activation_shapes import RELATIVE_POSITIONS, ActivationShape, activation_shape
 from finetune_operator.planning.adapter_sizes import (
@@ -187,8 +187,8 @@ def unfused_scores(work: Workload) -> float:
     On CPU, PyTorch has a fused kernel only without dropout, so that models with attention dropout save their scores
     there.
     """
-    shape = shape_of(work)
-    on_cpu = work.world.device == "cpu" and shape.attention_dropout
+    shape, traced = shape_of(work), has_traced_block(work.model)
+    on_cpu = work.world.device == "cpu" and (work.model.saved_per_score > 0 if traced else shape.attention_dropout)
     fused = shape.fused_attention and work.model.fused_attention
     return 0.0 if fused and not on_cpu else shape.score_tensors
 
@@ -209,12 +209,37 @@ def _mask_bytes_per_token(work: Workload) -> int:
 def activation_bytes_per_token(work: Workload) -> int:
     """Return the bytes that one layer saves for the backward pass, for one token.
 
+    Of a family without a formula (`COUNTED_FAMILIES`) the formula of BERT's layer gives the part of each precision and
+    strategy, and a traced block the size.
+    """
+    mask = 1 if work.world.device == "cuda" else work.compute_bytes
+    linear = _bytes_without_scores(work, mask)
+    if has_traced_block(work.model):
+        linear *= work.model.saved_per_token / _bytes_without_scores(_as_traced(work), 4)
+    attention = work.model.attention_heads / work.strategy.tensor * _score_bytes_per_token(work)
+    return int(linear + attention + _mask_bytes_per_token(work) + _adapter_bytes_per_token(work, mask))
+
+
+def has_traced_block(model: ModelFacts) -> bool:
+    """Return whether a traced block, and no formula, gives the size of the activations."""
+    return model.saved_per_token > 0 and model.model_type not in COUNTED_FAMILIES
+
+
+def _as_traced(work: Workload) -> Workload:
+    """Return the workload of the traced block: rows of one length in fp32 on a CPU."""
+    world = World(nodes=1, processes_per_node=1, device="cpu", threads_per_process=1)
+    return Workload(work.model, work.task, Strategy(name="single"), "fp32", work.optimizer, world, 1, work.length)
+
+
+def _bytes_without_scores(work: Workload, mask: int) -> float:
+    """Return the bytes that one layer saves for one token, without attention's scores and masks. `mask`: bytes of an
+    element of a dropout mask.
+
     Korthikanti et al. (2022), section 4.1, with element widths set apart: norms keep fp32 inputs under autocast, and
     RMS norms in any case; autocast casts an input once for each layer that reads it; dropout masks are one byte on GPUs
     and a whole element on CPU, and unfused attention keeps its scores in fp32 on CPU.
     """
     shape, model = shape_of(work), work.model
-    mask = 1 if work.world.device == "cuda" else work.compute_bytes
     # Every tensor rank has the full inputs of queries, of the feed-forward layer and of norms, and the full masks;
     # other activations are split (Korthikanti et al., section 4.2).
     tensor = work.strategy.tensor
@@ -251,12 +276,10 @@ def activation_bytes_per_token(work: Workload) -> int:
         feed_forward = shape.feed_forward * width
         # Inputs sorted by expert, which frozen experts do not need again, and outputs.
         routed = (1 if work.adapter else 2) * width * experts_of_a_token(model)
-    linear = (
+    return (
         model.hidden_size * (norms + routed + (hidden + casts) * work.compute_bytes + shape.dropout_masks * mask)
         + model.intermediate_size * feed_forward / tensor
     )
-    attention = model.attention_heads / tensor * _score_bytes_per_token(work)
-    return int(linear + attention + _mask_bytes_per_token(work) + _adapter_bytes_per_token(work, mask))
 
 
 def norm_slices(work: Workload) -> int:

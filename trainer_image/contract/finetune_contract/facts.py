@@ -59,6 +59,13 @@ class ModelFacts(Message):
     adapters can adapt; empty: unknown.
     """
 
+    saved_per_token: int = Field(default=0, ge=0, exclude_if=lambda saved: not saved)
+    """Bytes that one block saves for one token's backward pass in fp32 on a CPU, without attention's scores, as traced
+    on fake tensors; 0: not traced, as plans have a formula for the family, or its code cannot be traced.
+    """
+    saved_per_score: int = Field(default=0, ge=0, exclude_if=lambda saved: not saved)
+    """Bytes that it saves besides for one token and each token of its row; 0 if attention is fused, or not traced."""
+
     @property
     def key_value_width(self) -> int:
         """Elements of one token's keys in a layer; its values have as many."""

@@ -77,6 +77,55 @@ CHUNKED_LOSS_FAMILIES = (
 be computed for some tokens after the others. Gemma 2 for one bends its logits before.
 """
 
+COUNTED_FAMILIES = (
+    "albert",
+    "bart",
+    "bert",
+    "bloom",
+    "camembert",
+    "codegen",
+    "cohere",
+    "cohere2",
+    "deberta",
+    "deberta-v2",
+    "distilbert",
+    "electra",
+    "falcon",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "gpt2",
+    "gpt_neo",
+    "gpt_neox",
+    "gptj",
+    "granite",
+    "llama",
+    "longformer",
+    "mistral",
+    "mixtral",
+    "modernbert",
+    "mpnet",
+    "mpt",
+    "mt5",
+    "olmo",
+    "olmo2",
+    "opt",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "roberta",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+    "t5",
+    "xlm-roberta",
+)
+"""Values of a config's `model_type` whose blocks plans count by formula; `prepare` traces a block of others."""
+
 PIPELINE_FAMILIES = ("bert", "gemma", "gpt2", "llama", "mistral", "qwen2", "roberta", "xlm-roberta")
 """Values of a config's `model_type` known to split into pipeline stages, whatever the task's head: `auto` uses a
 pipeline for these alone. Others are inspected when they are to be split.
