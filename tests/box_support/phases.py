@@ -16,14 +16,21 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import psutil
 
 from box_support.box import CONTROLLERS, HELD, ROOT, running_box, why_no_box
 
 SUITE = "tests/e2e/cluster"
 NOTHING_CHOSEN = 5
 """Exit code of pytest without tests: options may deselect all of a phase."""
+
+FILE_BYTES = 9 << 29
+"""Memory for the processes of one file, 4.5 GiB: two ranks of 1.2 GiB, their launchers, a server, pytest. With less,
+all of them wait for the disk: Linux drops their code, and reads it again.
+"""
 
 NOT_ENDED = 70
 """Exit code of a phase until it ends; none of pytest's."""
@@ -40,6 +47,11 @@ class Phase:
 
     def run(self, reports: Path, options: Sequence[str], environment: Mapping[str, str]) -> int:
         """Run pytest and return its exit code, also written beside its report for scripts that judge each call."""
+        return replace(self, workers=fitting(self.workers, psutil.virtual_memory().available))._run(
+            reports, options, environment
+        )
+
+    def _run(self, reports: Path, options: Sequence[str], environment: Mapping[str, str]) -> int:
         self.write_code(reports, NOT_ENDED)
         code = subprocess.run(self.command(reports, options), cwd=ROOT, env=environment).returncode
         self.write_code(reports, code)
@@ -60,6 +72,11 @@ class Phase:
         chosen = ["-m", self.marks] if self.marks else []
         report = f"--junitxml={reports / f'test-e2e-{self.name}.xml'}"
         return [sys.executable, "-m", "pytest", SUITE, *chosen, *beside, report, *options]
+
+
+def fitting(workers: int, available: int) -> int:
+    """Return the number of files, at most `workers`, for which `available` bytes of memory are enough; at least 1."""
+    return min(workers, max(1, available // FILE_BYTES))
 
 
 PHASES = (
