@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -47,11 +47,6 @@ class Phase:
 
     def run(self, reports: Path, options: Sequence[str], environment: Mapping[str, str]) -> int:
         """Run pytest and return its exit code, also written beside its report for scripts that judge each call."""
-        return replace(self, workers=fitting(self.workers, psutil.virtual_memory().available))._run(
-            reports, options, environment
-        )
-
-    def _run(self, reports: Path, options: Sequence[str], environment: Mapping[str, str]) -> int:
         self.write_code(reports, NOT_ENDED)
         code = subprocess.run(self.command(reports, options), cwd=ROOT, env=environment).returncode
         self.write_code(reports, code)
@@ -64,11 +59,8 @@ class Phase:
 
     def command(self, reports: Path, options: Sequence[str]) -> list[str]:
         """Return the command line of pytest for this phase."""
-        beside = (
-            ["--numprocesses", str(self.workers), "--dist", "loadfile", "--max-worker-restart", "0"]
-            if self.workers
-            else []
-        )
+        workers = fitting(self.workers, psutil.virtual_memory().available)
+        beside = ["--numprocesses", str(workers), "--dist", "loadfile", "--max-worker-restart", "0"] if workers else []
         chosen = ["-m", self.marks] if self.marks else []
         report = f"--junitxml={reports / f'test-e2e-{self.name}.xml'}"
         return [sys.executable, "-m", "pytest", SUITE, *chosen, *beside, report, *options]

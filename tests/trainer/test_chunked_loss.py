@@ -293,6 +293,18 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
+def trained_in_chunks(run: Any, strategy: str, steps: int) -> str:
+    """Train in two processes whose chunks are counted, and return their output: both passes of each step have some."""
+    case = run.case(processes=2, deepspeed=run.deepspeed_config() if strategy == "deepspeed" else None)
+    call = {"call": "process_support.chunked:train", "arguments": {"arguments": case["arguments"], "logits": 400}}
+    codes, output = fork_server().run({**case, **call})
+    assert codes == [0, 0], output
+    counts = [int(count) for count in re.findall(r"(\d+) chunks were computed", output)]
+    assert len(counts) == 2
+    assert min(counts) >= 2 * 2 * steps
+    return str(output)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_strategies_train_the_same_with_a_loss_in_chunks(
@@ -305,14 +317,7 @@ def test_strategies_train_the_same_with_a_loss_in_chunks(
         run = run.in_replicas(Strategy.model_validate({"name": strategy, **settings}), 1, 8)
     else:
         run = run.spread(strategy, 2, **settings)
-    case = run.case(processes=2, deepspeed=run.deepspeed_config() if strategy == "deepspeed" else None)
-    call = {"call": "process_support.chunked:train", "arguments": {"arguments": case["arguments"], "logits": 400}}
-    codes, output = fork_server().run({**case, **call})
-    assert codes == [0, 0], output
-    counts = [int(count) for count in re.findall(r"(\d+) chunks were computed", output)]
-    # In the forward and in the backward pass of each of the five steps.
-    assert len(counts) == 2
-    assert min(counts) >= 2 * 2 * 5
+    output = trained_in_chunks(run, strategy, steps=5)
     assert output.count(f"divided over the vocabulary: {int('tensor' in settings)}") == 2
     assert max(compared(run, expected)) <= 1e-5
 
@@ -385,12 +390,5 @@ def test_strategies_tune_the_same_preferences_in_chunks(
     strategy, settings = PREFERENCE_WAYS[way]
     expected = preferring(bench)
     run = expected.at(tmp_path / "w").spread(strategy, 2, **settings)
-    case = run.case(processes=2, deepspeed=run.deepspeed_config() if strategy == "deepspeed" else None)
-    call = {"call": "process_support.chunked:train", "arguments": {"arguments": case["arguments"], "logits": 400}}
-    codes, output = fork_server().run({**case, **call})
-    assert codes == [0, 0], output
-    counts = [int(count) for count in re.findall(r"(\d+) chunks were computed", output)]
-    # In the forward and in the backward pass of each of the four steps.
-    assert len(counts) == 2
-    assert min(counts) >= 2 * 2 * 4
+    trained_in_chunks(run, strategy, steps=4)
     assert max(compared(run, expected)) <= 1e-5

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from finetune_contract.trainer_job import TrainerJob
@@ -22,7 +24,23 @@ def leave_out_unused(job: TrainerJob) -> None:
     else:
         allow_import("torchao")
     for name in unused:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # Python's marker for "not to be imported"
+        _leave_out(name)
+
+
+@contextmanager
+def not_importable(name: str) -> Iterator[None]:
+    """Have imports of `name` fail meanwhile, unless it is imported or left out already."""
+    known = name in sys.modules
+    _leave_out(name)
+    try:
+        yield
+    finally:
+        if not known:
+            del sys.modules[name]
+
+
+def _leave_out(name: str) -> None:
+    sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # Python's marker for "not to be imported"
 
 
 def allow_import(name: str) -> None:

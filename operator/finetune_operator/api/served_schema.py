@@ -14,6 +14,8 @@ from finetune_operator.api.types import API_VERSION, KIND
 
 OPENAPI_PATH = f"/openapi/v3/apis/{API_VERSION}"
 """Path of the served schema; every authenticated user may read it by default (ClusterRole `system:discovery`)."""
+UPGRADE = "kubectl apply --server-side -k manifests/crd (docs/install.md)"
+"""Way out of differences."""
 _KIND_KEY = "x-kubernetes-group-version-kind"
 _MOST_SHOWN = 5
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from finetune_contract.byte_text import human_bytes
 from finetune_operator.api.quantities import parse_quantity
-from finetune_operator.api.served_schema import in_status, listed
+from finetune_operator.api.served_schema import UPGRADE, in_status, listed
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJob, FineTuneJobSpec
 from finetune_operator.launchers.launcher_rows import BUILT_IN, TRAINING, LauncherName, launcher
@@ -134,7 +134,7 @@ def _kind(lacking: Known[tuple[str, ...]]) -> Finding:
         return Finding("FineTuneJob", "ok", f"is served; its fields are unknown: {lacking.reason}")
     if not lacking.value:
         return Finding("FineTuneJob", "ok", "is served, with all fields of this version")
-    hint = "upgrade the CRD: kubectl apply --server-side -k manifests/crd (docs/install.md)"
+    hint = f"upgrade the CRD: {UPGRADE}"
     if not in_status(lacking.value):
         return Finding("FineTuneJob", "gap", f"is served without {listed(lacking.value)}", hint)
     found = f"is served without {listed(in_status(lacking.value))}, which the operator of this version waits for"

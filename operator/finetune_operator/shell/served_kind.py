@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from finetune_operator.api.served_schema import OPENAPI_PATH, in_status, lacking, listed
+from finetune_operator.api.served_schema import OPENAPI_PATH, UPGRADE, in_status, lacking, listed
 from finetune_operator.kubernetes_api.errors import ApiError
 from finetune_operator.shell.kube import Kube
 
 log = logging.getLogger(__name__)
 
 AGAIN_SECONDS = 5.0
-WAY_OUT = "Apply the CRD of this release: kubectl apply --server-side -k manifests/crd (docs/install.md)."
+WAY_OUT = f"Apply the CRD of this release: {UPGRADE}."
 
 
 async def wait_for_status_fields(kube: Kube) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from finetune_trainer.unused_libraries import not_importable
+
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
@@ -22,26 +24,13 @@ def import_deepspeed() -> None:
     The first two are two fifths of the import's CPU time (DeepSpeed 0.19).
     """
     if "deepspeed" not in sys.modules:
-        with _not_importable("mlflow"):
+        with not_importable("mlflow"):
             import deepspeed
         with _not_compiling():
             import deepspeed.runtime.zero.muon.original_muon
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-@contextmanager
-def _not_importable(name: str) -> Iterator[None]:
-    """Have imports of `name` fail meanwhile, unless it is there already."""
-    if name in sys.modules:
-        yield
-        return
-    sys.modules[name] = None  # type: ignore[assignment]  # Python's marker for "not to be imported"
-    try:
-        yield
-    finally:
-        del sys.modules[name]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from finetune_trainer.data.batches import inference_batches
-from finetune_trainer.inference.optimization.rung_protocol import Batch, Machine, TextSettings
+from finetune_trainer.inference.optimization.rung_protocol import Batch, Machine, TextSettings, with_texts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -97,18 +97,13 @@ class SlotGenerator:
 
         Halves the slots when they exceed the GPU's memory; torch.OutOfMemoryError if a single one does.
         """
-        import torch
-
         assert num_beams == 1, "slots have no beam search"
         assert not do_sample, "slots do not sample"
         prompts = [ids[mask.bool()] for ids, mask in zip(input_ids, attention_mask, strict=True)]
         run = _Run(self, prompts, pad_token_id, frozenset(eos_token_id or ()), max_new_tokens)
         while not run.complete():
             self._halve()
-        written = input_ids.new_full((len(prompts), max(1, *map(len, run.texts))), pad_token_id)
-        for row, tokens in enumerate(run.texts):
-            written[row, : len(tokens)] = torch.tensor(tokens, dtype=written.dtype)
-        return torch.cat([input_ids, written], 1)
+        return with_texts(input_ids, run.texts, pad_token_id)
 
     def _halve(self) -> None:
         import torch

@@ -121,6 +121,16 @@ class TextGenerator(Protocol):
         """
 
 
+def with_texts(input_ids: torch.Tensor, texts: Sequence[Sequence[int]], pad: int) -> torch.Tensor:
+    """Return prompts, shape (rows, tokens), with the tokens of each row's text behind them, padded at the end."""
+    import torch
+
+    written = input_ids.new_full((len(texts), max([1, *map(len, texts)])), pad)
+    for row, tokens in enumerate(texts):
+        written[row, : len(tokens)] = torch.tensor(tokens, dtype=written.dtype)
+    return torch.cat([input_ids, written], 1)
+
+
 Substitute: TypeAlias = "ForwardPass | TextGenerator"
 """Computes in place of the model."""
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
-from finetune_trainer.inference.optimization.rung_protocol import Batch, Machine, NotAvailable
+from finetune_trainer.inference.optimization.rung_protocol import Batch, Machine, NotAvailable, with_texts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -146,10 +146,7 @@ class TextServer:
         found = self._all(bodies)
         self.refused = {at: each for at, each in enumerate(found) if isinstance(each, Refusal)}
         tokens = [[] if isinstance(each, Refusal) else each for each in found]
-        written = torch.full((len(tokens), max([1, *map(len, tokens)])), pad_token_id, dtype=input_ids.dtype)
-        for row, each in enumerate(tokens):
-            written[row, : len(each)] = torch.tensor(each, dtype=written.dtype)
-        return torch.cat([input_ids.cpu(), written], 1)
+        return with_texts(input_ids.cpu(), tokens, pad_token_id)
 
     def calls(self, tokens: NDArray[np.int64], batch_tokens: int) -> Sequence[NDArray[np.int64]]:
         """See `TextGenerator.calls`; the server divides its memory itself."""
