@@ -71,9 +71,9 @@ class Client:
         assert reply.status_code == 200, reply.text
         return {output["name"]: output["data"] for output in reply.json()["outputs"]}
 
-    def label(self, text: str) -> tuple[str, int]:
-        """Return the likeliest label of a text, and the revision that answered. OSError if there is no answer."""
-        reply = self.post("/", {"inputs": text})
+    def label(self, *texts: str) -> tuple[str, int]:
+        """Return the likeliest label of the first text, and the revision that answered. OSError without an answer."""
+        reply = self.post("/", {"inputs": list(texts)})
         reply.raise_for_status()
         return str(reply.json()[0][0]["label"]), int(reply.headers["X-Endpoint-Revision"])
 
