@@ -67,11 +67,21 @@ class FullySharded(FullState):
         for group in groups_of(model, releases=again):
             in_training_type(_whole(group.module), narrow, place)
             _divide_packed(group.module, place)
+            self._round_gathered(group.module)
             shard_group(group, mesh=mesh, mp_policy=inner, offload_policy=offload)
         in_training_type(_whole(model), narrow, place)
         _divide_packed(model, place)
+        self._round_gathered(model)
         fully_shard(model, mesh=mesh, mp_policy=outer, reshard_after_forward=False, offload_policy=offload)
         return model
+
+    def _round_gathered(self, module: torch.nn.Module) -> None:
+        """Gather the weights of layers in fp8 in that type."""
+        if self._precision == "fp8":
+            from finetune_trainer.float8 import gather_in_float8
+
+            hybrid = self._settings.fsdp_sharding == "hybrid"
+            gather_in_float8(module, self._world.processes_per_node if hybrid else self._world.size)
 
     @contextmanager
     def accumulating(self, placed: Placed) -> Iterator[None]:
