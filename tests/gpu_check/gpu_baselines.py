@@ -19,6 +19,8 @@ from typing import Any
 from gpu_check.gpu_jobs import WARMUP_STEPS, Size
 
 LEARNING_RATE = 1e-4
+_FIGURES = "figures: "
+"""Begin of the line that rank 0 prints."""
 
 
 def train(name: str, folder: Path, size: Size, gpus: int, limit: float) -> Mapping[str, Any]:
@@ -38,7 +40,9 @@ def train(name: str, folder: Path, size: Size, gpus: int, limit: float) -> Mappi
     )
     if run.returncode:
         raise RuntimeError((run.stderr.strip() or f"exit code {run.returncode}")[-2000:])
-    figures: dict[str, Any] = json.loads(next(line for line in run.stdout.splitlines() if line.startswith("{")))
+    # The Trainer prints losses beside it.
+    line = next(line for line in run.stdout.splitlines() if line.startswith(_FIGURES))
+    figures: dict[str, Any] = json.loads(line.removeprefix(_FIGURES))
     return figures
 
 
@@ -151,7 +155,7 @@ def main(name: str, folder: Path, size: Size) -> None:
             "tokens/s": size.rows * size.length * count / seconds,
             "first and last loss": [losses[0], losses[-1]],
         }
-        print(json.dumps(figures), flush=True)
+        print(f"{_FIGURES}{json.dumps(figures)}", flush=True)
     distributed.destroy_process_group()
 
 
