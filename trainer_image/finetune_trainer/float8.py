@@ -183,6 +183,14 @@ def gather_in_float8(module: nn.Module, ranks: int) -> None:
         layer.config, layer.weight = config, rounded[weight]
 
 
+def gathered_in_bf16(model: nn.Module) -> tuple[str, ...]:
+    """Return the layers of `model` that multiply in fp8 and whose weights FSDP gathers in bf16."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    layers = ((name, cast(torch.Tensor, model.get_submodule(name).weight)) for name in _names(model, Float8Linear))
+    return tuple(sorted(name for name, weight in layers if not gathered_in_float8(weight)))
+
+
 def gathered_in_float8(weight: torch.Tensor) -> bool:
     """Return whether FSDP gathers `weight`, sharded or not yet, in fp8."""
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor

@@ -12,8 +12,8 @@ from finetune_contract.facts import BF16_FROM
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.planning.combination_checks import with_spec
 from finetune_operator.planning.cost import step_duration, step_time, table_gpu
-from finetune_operator.planning.devices import capability_numbers
 from finetune_operator.planning.draft import Draft, decided
+from finetune_operator.planning.gpu_table import capability_numbers
 from finetune_operator.planning.ladder import fit_at, fits
 
 LEAST_GAIN = 0.05

@@ -128,11 +128,13 @@ def _plain(value: torch.Tensor) -> torch.Tensor:
     torchao's, whose tensors have no memory of their own.
     """
     from torch.distributed.tensor import DTensor
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-    if not isinstance(value, DTensor) or not is_traceable_wrapper_subclass(value.to_local()):
+    if not isinstance(value, DTensor):
         return value
-    local: Any = value.detach().to_local()
+    detached: Any = value.detach()
+    local: Any = detached.to_local()
+    if not hasattr(local, "fsdp_pre_all_gather"):
+        return value
     return DTensor.from_local(
         local._tensor, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
     )
