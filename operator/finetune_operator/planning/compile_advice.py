@@ -29,6 +29,8 @@ def advise_compilation(draft: Draft) -> Draft:
     """Add a reason with the times of a step, if torch.compile would shorten a decoder's training on GPUs by more than
     it takes, and the job leaves it open and may use it as planned.
     """
+    if draft.problems:
+        return draft  # the training was refused, and has no strategy
     arguments, spec = draft.training.arguments, draft.spec
     if any(name in arguments for name in COMPILATION) or spec.task not in _DECODERS or not _compiles_well(draft):
         return draft
