@@ -173,11 +173,12 @@ def test_two_processes_evaluate_and_predict_like_one(task: str, job_of: Callable
         assert (paths.root / "samples.json").read_bytes() == samples
     if job.predict is None:
         return
-    predict(job, paths, NoProgress())
+    tokens = predict(job, paths, NoProgress()).get("generated_tokens")
     expected = paths.predictions_jsonl.read_bytes()
     paths.predictions_jsonl.unlink()
     code, report, output = end(*start(in_processes(job, 2), paths, Stage.PREDICT))
-    assert (code, report.metrics["rows"]) == (0, 101), output
+    assert (code, report.metrics["rows"], report.metrics.get("generated_tokens")) == (0, 101, tokens), output
+    assert (tokens is None) == ("tokens_per_second" not in report.metrics)
     assert paths.predictions_jsonl.read_bytes() == expected
     assert not list(paths.root.glob("predictions.parts*"))
 

@@ -34,7 +34,7 @@ from finetune_trainer.models import load_config, load_tokenizer, truncation_leng
 from finetune_trainer.progress import NoProgress, ProgressSink
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.task_protocol import Answer, Coding, Labels
-from finetune_trainer.tasks.writing import WRITTEN
+from finetune_trainer.tasks.writing import WRITTEN, generated_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +65,8 @@ class ShardAnswers:
     bad_rows: tuple[BadRow, ...]
     truncated: int
     """Number of truncated rows."""
+    tokens: int = 0
+    """Number of generated tokens."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Answerer:
         if refused:
             failures |= {kept[at]: error for at, error in refused.items()}
             whole = whole.filter(pa.array([at not in refused for at in range(split.rows)]))
-        return ShardAnswers(whole, _all_bad(rows, failures), truncated)
+        return ShardAnswers(whole, _all_bad(rows, failures), truncated, generated_tokens(answers))
 
     def _encoded(self, table: pa.Table, rows: Sequence[int], inputs: Mapping[str, str]) -> FeatureSet:
         return self.encoder.features(table.take(pa.array(rows, pa.int64())), inputs)[0]

@@ -44,6 +44,8 @@ class PartFacts(Message):
     lines: int = Field(ge=0)
     """Lines of text in the shard."""
     weight: int = Field(ge=0)
+    tokens: int = Field(default=0, ge=0)
+    """Generated tokens."""
 
 
 class PartsManifest(Message):
@@ -144,6 +146,7 @@ class Parts:
             truncated=answers.truncated,
             lines=rows.last_line,
             weight=shard.weight,
+            tokens=answers.tokens,
         )
         write_atomically(self._facts(shard.key), facts.to_json(), folder=False)
         return facts

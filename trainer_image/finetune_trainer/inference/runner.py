@@ -33,6 +33,7 @@ from finetune_trainer.models import load_tokenizer, pinned, resolve_model
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.tasks.task_protocol import Answer, Feature, TaskModule, Writer, labels_of
 from finetune_trainer.tasks.task_registry import task_of
+from finetune_trainer.tasks.writing import TOKENS, generated_tokens
 from finetune_trainer.uris import Uri, local_path
 
 if TYPE_CHECKING:
@@ -206,9 +207,9 @@ def answers_of(
 
     `batch_tokens` bounds the padded tokens of a batch; batches that exceed the GPU's memory are halved until they fit,
     and a single row that does not fit is StageError OUT_OF_MEMORY, as is any batch of a group. The model keeps its
-    dtype; `progress` counts features, twice if they are both judged and written to. `seed` starts the sampling; None:
-    the job's. `tokenizer`: the job's, if the caller has loaded it. `forward`: forward pass that replaces the model's,
-    except for writing.
+    dtype; `progress` counts features, twice if they are both judged and written to, and gets the tokens of the texts
+    so far as `generated_tokens`. `seed` starts the sampling; None: the job's. `tokenizer`: the job's, if the caller has
+    loaded it. `forward`: forward pass that replaces the model's, except for writing.
     `settled`: True if the model is on `device` and in evaluation mode; walking through its modules takes longer than a
     small model takes for a row.
     """
@@ -221,11 +222,12 @@ def answers_of(
     rounds = _rounds(stage, job, model, split, batch_tokens, tokenizer, forward)
     total = sum(len(wanted) for _, batches in rounds for wanted in batches)
     rounds = [(answering, share.of(batches)) for answering, batches in rounds]
-    own, done = sum(len(wanted) for _, batches in rounds for wanted in batches), 0
+    own, done, written = sum(len(wanted) for _, batches in rounds for wanted in batches), 0, 0
     group, seed_here = share.group, partial(_seed, device=device)
 
-    def report(ended: int) -> None:  # ended: rows of the present call
-        progress.update(round((done + ended) * total / own), total)
+    def report(ended: int, tokens: int) -> None:  # rows of the present call that ended, and their tokens
+        figures = {TOKENS: float(written + tokens)} if written + tokens else {}
+        progress.update(round((done + ended) * total / own), total, **figures)
 
     if isinstance(forward, SlotGenerator):
         forward.ended = report
@@ -245,8 +247,8 @@ def answers_of(
                 for wanted, answers in _answered_batches(led, batches, split, before, whole=group.size == 1):
                     for at, answer in zip(wanted, answers, strict=True):
                         result[at] = {**result[at], **answer}
-                    done += len(wanted)
-                    report(0)
+                    done, written = done + len(wanted), written + generated_tokens(answers)
+                    report(0, 0)
     finally:
         if was_training:
             model.train()
