@@ -16,7 +16,15 @@ from finetune_trainer.inference.labelled_rows import labelled_split
 from finetune_trainer.inference.optimization.rung_protocol import ForwardPass
 from finetune_trainer.inference.optimization.served_rung import JUDGED_IN, judged_rung
 from finetune_trainer.inference.pod_processes import BatchShare, evaluation_share
-from finetune_trainer.inference.runner import Means, answers_of, follow, model_to_use, reference_model
+from finetune_trainer.inference.runner import (
+    Means,
+    answers_of,
+    fitted_budgets,
+    follow,
+    model_to_use,
+    reference_model,
+    settle,
+)
 from finetune_trainer.inference.token_rate import TokenRate, log_tokens
 from finetune_trainer.metric_names import refuse_unknown_metrics
 from finetune_trainer.model_card import write_model_card
@@ -100,16 +108,21 @@ def _answers(
         if not group.leads:
             follow(Stage.EVALUATE, job, model, group, device=means.device, pad_token_id=split.data.pad_token_id)
             return share.gathered([])
+        tokens = means.batch_tokens
+        if group.size > 1:
+            settle(model, means.device)
+        budgets = fitted_budgets(Stage.EVALUATE, job, model, split, batch_tokens=tokens, share=share)
         answers = answers_of(
             Stage.EVALUATE,
             job,
             model,
             split,
             device=means.device,
-            batch_tokens=means.batch_tokens,
+            batch_tokens=tokens,
             progress=progress,
             forward=forward,
             share=share,
+            budgets=budgets,
         )
         group.end()
         return share.gathered(answers)

@@ -396,13 +396,17 @@ def _answerer(given: PredictionInputs, parts: Parts, sharing: Sharing, paths: Jo
         torch.set_num_threads(threads)
         name = rungs.choose()
         optimization: dict[str, JsonValue] = {} if name == "none" else {RUNG: name}
-        return PartsManifest(version=PARTS_FORMAT, means=means, threads=threads, optimization=optimization)
+        fitting = answerer.fitting_tokens(source.shards()) if given.group.size > 1 else None
+        return PartsManifest(
+            version=PARTS_FORMAT, means=means, threads=threads, batch_tokens=fitting, optimization=optimization
+        )
 
     # One worker measures for all; if there is nothing to measure, no worker waits.
     first = (lambda there: not there()) if rungs.request.optimization == "none" else partial(sharing.first, _CHOICE)
     agreed = parts.agreed(PARTS_FORMAT, means, choose, first)
     torch.set_num_threads(agreed.threads)
-    return replace(answerer, forward=rungs.forward(str(agreed.optimization.get(RUNG, "none"))))
+    forward = rungs.forward(str(agreed.optimization.get(RUNG, "none")))
+    return replace(answerer, forward=forward, batch_tokens=agreed.batch_tokens)
 
 
 def _threads(given: PredictionInputs) -> int:

@@ -57,6 +57,8 @@ class PartsManifest(Message):
     """Device, precision and size of batches."""
     threads: int = Field(ge=1)
     """CPU threads of a worker."""
+    batch_tokens: int | None = Field(default=None, ge=1)
+    """Padded tokens of a batch that fit the memory of all processes of a model; None: those of `means`."""
     optimization: dict[str, JsonValue] = Field(default_factory=dict)
     """Rung that was chosen by measuring; empty: the plain loop."""
 
