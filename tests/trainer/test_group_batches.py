@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,13 @@ from finetune_contract.layout import JobPaths
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.inference.pass_memory import MARGIN, probe
+from finetune_trainer.inference.predict import predict_as
 from finetune_trainer.inference.runner import answers_of, fitted_budgets
+from finetune_trainer.inference.tensor_group import ProbedWay, WholeModel
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.tasks.task_registry import task_module
 from finetune_trainer.tasks.writing import WRITTEN
-from process_support.group_batches import BATCH_TOKENS
+from process_support.group_batches import BATCH_TOKENS, SmallMemory
 from trainer_support.forking import fork_server
 from trainer_support.tasks import WORDS, task_job, write_decoder, write_lines
 
@@ -77,6 +81,34 @@ def test_batches_fit_the_process_with_the_least_memory(
     else:
         for mine, theirs in zip(found[0]["losses"], alone, strict=True):
             np.testing.assert_allclose(mine, theirs["nll"], rtol=1e-4, atol=1e-5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallGroup(WholeModel):
+    """Processes of one model, of which the others have less memory than a planned batch takes."""
+
+    memory: SmallMemory
+    size: int = 2
+
+    def loaded(self, empty: Callable[[], Any], load: Callable[[Mapping[str, Any]], Any]) -> Any:
+        model = load({})
+        self.memory.limit(model)
+        return model
+
+    def fitted(self, way: ProbedWay, budget: int) -> int:
+        return min(budget, self.memory.tokens)
+
+
+def test_prediction_computes_batches_that_the_group_agreed_on(tmp_path: Path, paths: JobPaths) -> None:
+    data = write_lines(tmp_path / "data" / "rows.jsonl", [{"text": " ".join(WORDS[:n])} for n in LENGTHS])
+    rows = {"uri": f"file://{data}", "columns": {"text": "text"}}
+    predicts = {"device": "cpu", "batch_tokens": BATCH_TOKENS, "dataset": rows, "max_bad_share": 0.0}
+    model = write_decoder(tmp_path / "model")
+    changes: dict[str, Any] = {"generation": {"max_new_tokens": 8}, "predict": predicts, "dataset": None}
+    job = task_job("text-generation", model, tmp_path, ["text"], evaluation=None, **changes)
+    group = SmallGroup(memory=SmallMemory(100))
+    assert predict_as(None, job, paths, NoProgress(), group=group)["rows"] == len(LENGTHS)
+    assert 50 < max(group.memory.tried) <= 100
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.evaluate import evaluate
 from finetune_trainer.inference.pod_processes import BatchShare, visible_gpus
-from finetune_trainer.inference.predict import predict
+from finetune_trainer.inference.predict import predict, worker_threads
+from finetune_trainer.inference.prediction_inputs import PredictionInputs
+from finetune_trainer.inference.tensor_group import WHOLE_MODEL
 from finetune_trainer.progress import NoProgress
 from process_support.command_lines import command_of
 from suite_plugins.patience import patient
@@ -274,6 +277,21 @@ def test_other_number_of_processes_than_planned_is_refused(job_of: Callable[...,
         assert (caught.value.failure_class, caught.value.reason) == (FailureClass.WORLD_SIZE, "WorldSizeMismatch")
         assert "1 " in caught.value.message
         assert "2 " in caught.value.message
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(20, 4), (200, 1)])
+def test_few_shards_leave_their_workers_the_threads_of_others(
+    rows: int, expected: int, tmp_path: Path, tiny_bert: Callable[..., Path]
+):
+    write_lines(tmp_path / "rows.jsonl", [row(at) for at in range(rows)])
+    source = {"uri": f"file://{tmp_path}/rows.jsonl", "columns": {"text": "text"}}
+    model = tiny_bert(tmp_path / "model", words=WORDS, labels=("bad", "good"))
+    predicts = {**INFERENCE, "dataset": source, "processes": 4}
+    body = {"name": "job", "task": "text-classification", "model": {"uri": f"file://{model}"}, "predict": predicts}
+    given = PredictionInputs.of(TrainerJob.model_validate(body), JobPaths(tmp_path / "job"), {}, WHOLE_MODEL)
+    assert worker_threads(given, 1) == expected
+    alone = TrainerJob.model_validate({**body, "predict": {**predicts, "processes": 1}})
+    assert worker_threads(replace(given, job=alone), 3) == 3
 
 
 def test_batches_are_dealt_out_each_once():

@@ -22,6 +22,7 @@ from finetune_operator.cli.workspace import (
     LOCAL_STAGES,
     BusyError,
     DifferentJobError,
+    bytes_to_predict,
     changed_after_training,
     check_same_job,
     finished,
@@ -51,6 +52,21 @@ def job(folder: Path, **changes: Any) -> FineTuneJob:
     inputs = read_inputs([str(file)])
     assert inputs.problems == ()
     return inputs.entries[0].job
+
+
+@pytest.mark.parametrize(
+    ("uri", "expected"),
+    [("rows.jsonl", 26), ("*.jsonl", 26), ("rows.parquet", None), ("missing.jsonl", None), (None, None)],
+)
+def test_bytes_to_predict_are_those_of_text_files(uri: str | None, expected: int | None, paths: JobPaths) -> None:
+    folder = paths.root.parents[1]
+    (folder / "rows.parquet").write_bytes(b"PAR1")
+    made = job(folder)
+    assert made.spec.dataset is not None
+    source = None if uri is None else made.spec.dataset.model_copy(update={"uri": f"file://{folder}/{uri}"})
+    predict = made.spec.predict and made.spec.predict.model_copy(update={"dataset": source})
+    spec = made.spec.model_copy(update={"predict": predict})
+    assert bytes_to_predict(made.model_copy(update={"spec": spec})) == expected
 
 
 @pytest.fixture

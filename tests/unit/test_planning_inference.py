@@ -351,13 +351,15 @@ REFUSED: dict[str, tuple[str, ModelFacts, str, str]] = {
         "A10G",
         LLAMA_70B,
         "which takes 267.0 GiB of 22.5 GiB in fp32 and 134.2 GiB in bf16",
-        "leave it out, or use devices of more than 134.2 GiB",
+        "leave it out, or use devices of more than 134.2 GiB, or set spec.resources.gpusPerNode to 8: the GPUs of one "
+        "node hold the model",
     ),
     "bf16 would do": (
         "V100-16GB",
         LLAMA_3B,
         "which takes 16.5 GiB of 15.8 GiB in fp32, and V100-16GB does not compute in bf16",
-        "leave it out, or use devices of more than 16.5 GiB, or of 8.9 GiB that compute in bf16",
+        "leave it out, or use devices of more than 16.5 GiB, or of 8.9 GiB that compute in bf16, or set "
+        "spec.resources.gpusPerNode to 2: the GPUs of one node hold the model",
     ),
 }
 
@@ -372,6 +374,10 @@ def test_requested_evaluation_or_prediction_that_does_not_fit_is_refused(case: s
     assert problem.reason == "NotSupported"
     assert problem.rule == f"does not fit: one process with the whole model does it, {rule}"
     assert problem.hint == hint
+
+
+def test_gpus_of_the_hint_hold_the_model() -> None:
+    assert [devices for _, devices in pods(on_eight("A10G", LLAMA_70B))] == [8, 8]
 
 
 def test_inference_memory_is_weights_and_the_tensors_of_a_batch():

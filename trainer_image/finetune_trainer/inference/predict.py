@@ -392,7 +392,7 @@ def _answerer(given: PredictionInputs, parts: Parts, sharing: Sharing, paths: Jo
     rungs = RungInUse(answerer, source.shards, source.weight, paths, weights_version(job, paths), workers)
 
     def choose() -> PartsManifest:
-        threads = _threads(given)
+        threads = worker_threads(given, torch.get_num_threads())
         torch.set_num_threads(threads)
         name = rungs.choose()
         optimization: dict[str, JsonValue] = {} if name == "none" else {RUNG: name}
@@ -409,13 +409,11 @@ def _answerer(given: PredictionInputs, parts: Parts, sharing: Sharing, paths: Jo
     return replace(answerer, forward=forward, batch_tokens=agreed.batch_tokens)
 
 
-def _threads(given: PredictionInputs) -> int:
-    """Return the threads of a worker: its share of the pod's cores, or more of them on CPUs if there are fewer shards
-    than processes, of which only as many as shards compute.
+def worker_threads(given: PredictionInputs, threads: int) -> int:
+    """Return the threads of a worker: `threads`, its share of the pod's cores, or more of them on CPUs if there are
+    fewer shards than processes, of which only as many as shards compute.
     """
-    import torch
-
-    predict, threads = given.job.predict, torch.get_num_threads()
+    predict = given.job.predict
     if predict is None or predict.models == 1 or given.means.device != "cpu":
         return threads
     busy = sum(1 for _ in islice(given.source.shards(), predict.models))

@@ -300,12 +300,8 @@ def fitted_budgets(
     budgets: list[int] = []
     for number, (answering, writer) in enumerate(rounds):
         chosen, widths = _widths(job, split, writer)
-        way = ProbedWay(
-            _longest(job, answering),
-            len(rounds) + number,
-            widths,
-            lambda wanted, chosen=chosen: split.data.features(split.role, chosen[wanted]),
-        )
+        features = partial(_features_of, split, chosen)
+        way = ProbedWay(_longest(job, answering), len(rounds) + number, widths, features)
         budgets.append(group.fitted(way, batch_tokens))
         if budgets[-1] < batch_tokens:
             log.warning(
@@ -315,6 +311,10 @@ def fitted_budgets(
             )  # fmt: skip
     # The groups of an evaluation divide the same batches.
     return group.lowest(budgets) if share.count > 1 else budgets
+
+
+def _features_of(split: PreparedSplit, chosen: NDArray[np.int64], wanted: NDArray[np.int64]) -> Sequence[Feature]:
+    return split.data.features(split.role, chosen[wanted])
 
 
 def _longest(job: TrainerJob, answering: Answering) -> Answering:

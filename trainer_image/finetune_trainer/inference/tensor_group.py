@@ -282,6 +282,7 @@ def joined_group(world: ProcessWorld, pod: InferenceProcesses, device: Device) -
     made = [torch.distributed.new_group(list(ranks), backend="gloo", timeout=PATIENCE) for ranks in groups]
     messages = made[number]
     assert isinstance(messages, torch.distributed.ProcessGroup), "this process belongs to its group"
+    assert isinstance(everyone, torch.distributed.ProcessGroup), "this process belongs to the group of all"
     first = groups[number][0]
     return TensorGroup(
         size=pod.tensor,
