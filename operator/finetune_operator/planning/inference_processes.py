@@ -156,8 +156,8 @@ def _processes_on_cores(draft: Draft) -> Draft:
     """Choose one process for each core to predict on CPUs with `predict.optimization: auto`, but no more than the
     memory holds; one process if it ends soon, or if prepare has yet to count the rows.
 
-    On 2 cores, 2 processes with a thread each answer about twice as many rows of a small encoder a second as one with
-    two threads (tests/benchmarks/predict_threads.py): threads wait for each other in each layer.
+    Threads of one process wait for each other in each layer: on 2 busy cores a row of MiniLM takes 17.4 ms of CPU time
+    with 2 threads, and 7.7 ms with one; with OpenVINO 7.9 and 7.7 ms (tests/benchmarks/predict_threads.py).
     """
     predict, cores = draft.spec.predict, draft.hardware.cpu_cores
     if predict is None or Stage.PREDICT not in draft.stages or predict.optimization != "auto":
