@@ -508,6 +508,7 @@ UNKNOWN: dict[str, Any] = {"dataset": {"uri": "hf://org/texts"}}
 ON_CORES: dict[str, tuple[dict[str, Any], int, str | None]] = {
     "unknown rows": ({}, 4, "one for each core"),
     "little memory": ({"resources": {"gpusPerNode": 0, "cpu": "4", "memory": "5Gi"}}, 2, "and not 4: each takes up to"),
+    "memory for 3": ({"resources": {"gpusPerNode": 0, "cpu": "4", "memory": "8Gi"}}, 2, "and not 4: each takes up to"),
     "many rows": ({"data": counted(100_000), **TEST_ROWS}, 4, "one for each core"),
     "few rows": ({"data": counted(10), **TEST_ROWS}, 1, None),
     "rows that prepare counts": (TEST_ROWS, 1, None),

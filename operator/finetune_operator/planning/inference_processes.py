@@ -172,9 +172,11 @@ def _processes_on_cores(draft: Draft) -> Draft:
     if cores == 1 or (seconds is not None and seconds < PROCESS_SECONDS):
         return draft
     each = _bytes_of_process(draft)
-    count = max(1, min(cores, draft.hardware.memory_bytes // each))
-    if count == 1:
+    held = min(cores, draft.hardware.memory_bytes // each)
+    if held < 2:
         return draft
+    # With memory for 3 on 4 cores, 2 processes with 2 threads use all of them.
+    count = max(range(2, held + 1), key=lambda several: (cores // several * several, several))
     why = "one for each core"
     if count < cores:
         why = f"and not {cores}: each takes up to {human_bytes(each)} of {human_bytes(draft.hardware.memory_bytes)}"
