@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import yaml
 from finetune_contract.choices import Stage
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import Progress, TrainerReport
-from finetune_operator.api.types import FineTuneJob
+from finetune_operator.api.types import FineTuneJob, ProgressStatus
 from finetune_operator.cli.display import Tail, duration, figures, latest
 from finetune_operator.cli.environment import trainer_environment
 from finetune_operator.cli.job_files import absolute_uri, read_inputs
+from finetune_operator.cli.jobview import figures as figures_of_status
 from finetune_operator.cli.workspace import (
     LOCAL_STAGES,
     BusyError,
@@ -282,6 +284,15 @@ def test_stage_environment_drops_variables_of_other_launchers() -> None:
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
     }
+
+
+def test_progress_shows_tokens_per_second_of_generated_texts_alone() -> None:
+    values: dict[str, Any] = {"step": 30, "total_steps": 120, "samples_per_second": 33.3, "tokens_per_second": 1234.5}
+    assert figures(Progress(stage=Stage.PREDICT, **values, time=0)) == "row 30/120  33 samples/s  1,234 tokens/s"
+    assert figures(Progress(stage=Stage.TRAIN, **values, time=0)) == "step 30/120  33 samples/s"
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    assert figures_of_status(ProgressStatus(**values), now) == "step 30/120  33 samples/s  1,234 tokens/s"
+    assert "tokens/s" not in figures_of_status(ProgressStatus(**values, loss=0.5), now)
 
 
 def test_a_tail_gives_whole_lines_once_and_the_newest_progress_is_shown(tmp_path: Path) -> None:
