@@ -155,6 +155,43 @@ def test_stage_after_training_reruns_if_only_its_own_settings_change(
     assert all(" was " in phrase for phrases in changed.values() for phrase in phrases)
 
 
+ROWS_TO_PREDICT: dict[str, Any] = {"predict": {"dataset": {"uri": "file://more.jsonl"}}}
+OF_PREDICT: dict[str, tuple[dict[str, Any], dict[str, Any], set[Stage]]] = {
+    "other rows": (ROWS_TO_PREDICT, {"predict": {"dataset": {"uri": "file://rows.jsonl"}}}, {Stage.PREDICT}),
+    "rows of their own": ({"predict": {}}, ROWS_TO_PREDICT, {Stage.PREDICT}),
+    "columns of rows of their own": (
+        ROWS_TO_PREDICT, {"predict": {**ROWS_TO_PREDICT["predict"], "columns": ["text"]}}, {Stage.PREDICT},
+    ),
+    "the prepared rows, which have other columns": (ROWS_TO_PREDICT, {"predict": {}}, set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "now", "stages"), OF_PREDICT.values(), ids=OF_PREDICT.keys())
+def test_rows_that_only_predict_reads_keep_the_results_of_other_stages(
+    before: dict[str, Any], now: dict[str, Any], stages: set[Stage], paths: JobPaths, tmp_path: Path
+) -> None:
+    (tmp_path / "more.jsonl").write_text('{"text": "c"}\n')
+    write_results(paths)
+    for stage in LOCAL_STAGES:
+        record_inputs(paths, job(tmp_path, evaluation={}, **before), stage)
+    changed = job(tmp_path, evaluation={}, **now)
+    assert set(changed_after_training(paths, changed)) == stages
+    check_same_job(paths, changed, [Stage.PREPARE, Stage.TRAIN, Stage.EVALUATE])
+    with pytest.raises(DifferentJobError):
+        check_same_job(paths, changed, [Stage.PREDICT])
+
+
+def test_changed_rows_to_predict_change_only_the_predictions(paths: JobPaths, tmp_path: Path) -> None:
+    (tmp_path / "more.jsonl").write_text('{"text": "c"}\n')
+    same = job(tmp_path, **ROWS_TO_PREDICT)
+    for stage in LOCAL_STAGES:
+        record_inputs(paths, same, stage)
+    assert changed_after_training(paths, same) == {}
+    (tmp_path / "more.jsonl").write_text('{"text": "another text"}\n')
+    [phrase] = changed_after_training(paths, same)[Stage.PREDICT]
+    assert "more.jsonl have changed" in phrase
+
+
 def test_generation_settings_affect_only_generated_results(paths: JobPaths, tmp_path: Path) -> None:
     writes = {"task": "text-generation", "dataset": {"uri": f"file://{tmp_path}/rows.jsonl"}, "evaluation": {}}
     before = job(tmp_path, **writes)
