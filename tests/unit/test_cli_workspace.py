@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ import yaml
 from finetune_contract.choices import Stage
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import Progress, TrainerReport
-from finetune_operator.api.types import FineTuneJob
+from finetune_operator.api.types import FineTuneJob, ProgressStatus
 from finetune_operator.cli.display import Tail, duration, figures, latest
 from finetune_operator.cli.environment import trainer_environment
 from finetune_operator.cli.job_files import absolute_uri, read_inputs
+from finetune_operator.cli.jobview import figures as figures_of_status
 from finetune_operator.cli.workspace import (
     LOCAL_STAGES,
     BusyError,
     DifferentJobError,
+    bytes_to_predict,
     changed_after_training,
     check_same_job,
     finished,
@@ -51,6 +54,21 @@ def job(folder: Path, **changes: Any) -> FineTuneJob:
     inputs = read_inputs([str(file)])
     assert inputs.problems == ()
     return inputs.entries[0].job
+
+
+@pytest.mark.parametrize(
+    ("uri", "expected"),
+    [("rows.jsonl", 26), ("*.jsonl", 26), ("rows.parquet", None), ("missing.jsonl", None), (None, None)],
+)
+def test_bytes_to_predict_are_those_of_text_files(uri: str | None, expected: int | None, paths: JobPaths) -> None:
+    folder = paths.root.parents[1]
+    (folder / "rows.parquet").write_bytes(b"PAR1")
+    made = job(folder)
+    assert made.spec.dataset is not None
+    source = None if uri is None else made.spec.dataset.model_copy(update={"uri": f"file://{folder}/{uri}"})
+    predict = made.spec.predict and made.spec.predict.model_copy(update={"dataset": source})
+    spec = made.spec.model_copy(update={"predict": predict})
+    assert bytes_to_predict(made.model_copy(update={"spec": spec})) == expected
 
 
 @pytest.fixture
@@ -303,6 +321,15 @@ def test_stage_environment_drops_variables_of_other_launchers() -> None:
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
     }
+
+
+def test_progress_shows_tokens_per_second_of_generated_texts_alone() -> None:
+    values: dict[str, Any] = {"step": 30, "total_steps": 120, "samples_per_second": 33.3, "tokens_per_second": 1234.5}
+    assert figures(Progress(stage=Stage.PREDICT, **values, time=0)) == "row 30/120  33 samples/s  1,234 tokens/s"
+    assert figures(Progress(stage=Stage.TRAIN, **values, time=0)) == "step 30/120  33 samples/s"
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    assert figures_of_status(ProgressStatus(**values), now) == "step 30/120  33 samples/s  1,234 tokens/s"
+    assert "tokens/s" not in figures_of_status(ProgressStatus(**values, loss=0.5), now)
 
 
 def test_a_tail_gives_whole_lines_once_and_the_newest_progress_is_shown(tmp_path: Path) -> None:

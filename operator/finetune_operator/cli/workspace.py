@@ -138,6 +138,21 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", inner
 
 
+_TEXT_FILES = (".csv", ".json", ".jsonl", ".tsv", ".txt")
+"""Endings of files whose bytes are about those of their rows; others are compressed."""
+
+
+def bytes_to_predict(job: FineTuneJob) -> int | None:
+    """Return the bytes of the rows of `predict.dataset`; None unless they are text files of this machine."""
+    predict = job.spec.predict
+    if predict is None or predict.dataset is None or not predict.dataset.uri.startswith("file://"):
+        return None
+    files = _files_behind(predict.dataset.uri)
+    if not files or not all(name.endswith(_TEXT_FILES) for name, _, _ in files):
+        return None
+    return sum(size for _, size, _ in files)
+
+
 def _files_behind(uri: str) -> list[tuple[str, int, int]]:
     path = Path(uri.removeprefix("file://"))
     if any(sign in path.name for sign in "*?["):
