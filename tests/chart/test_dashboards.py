@@ -20,6 +20,7 @@ from monitoring import (
     matchers,
     names,
     of_operator,
+    of_servers,
     of_state,
     promtool,
     state_config,
@@ -31,8 +32,13 @@ DASHBOARDS: dict[str, dict[str, Any]] = {
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 OPERATOR = of_operator()
 STATE = [series for document in jobs().values() for series in of_state(document, state_config())]
-OF_DASHBOARD: dict[str, list[Series]] = {"fleet": OPERATOR, "operator": OPERATOR, "job": STATE}
-FOR_GRAFANA = {"$__rate_interval": "5m", "$__range": "1h", "$namespace": "ops"}
+OF_DASHBOARD: dict[str, list[Series]] = {
+    "fleet": OPERATOR,
+    "operator": OPERATOR,
+    "job": STATE,
+    "endpoints": of_servers(),
+}
+FOR_GRAFANA = {"$__rate_interval": "5m", "$__range": "1h", "$namespace": "ops", "$endpoint": ".*"}
 
 
 def panels(dashboard: str) -> list[dict[str, Any]]:
@@ -55,7 +61,7 @@ def variables(dashboard: str) -> list[dict[str, Any]]:
     return listed
 
 
-def test_there_is_a_view_of_the_fleet_of_the_operator_and_of_one_job() -> None:
+def test_dashboards_show_fleet_operator_one_job_and_endpoints() -> None:
     assert set(DASHBOARDS) == set(OF_DASHBOARD)
 
 
