@@ -53,10 +53,10 @@ class Phase:
     clients: int
 
 
-PHASES = (Phase(0.0, 0.25, 4, 4), Phase(0.25, 0.12, 8, 4), Phase(0.45, 0.02, 64, 8), Phase(0.6, 0.2, 6, 4))
-TAKEOVER = 0.75
+PHASES = (Phase(0.0, 0.8, 3, 3), Phase(0.25, 0.4, 4, 3), Phase(0.45, 0.1, 64, 6), Phase(0.55, 0.6, 3, 3))
+TAKEOVER = 0.7
 """Share of the recording after which revision 2 serves."""
-STARTS_BEFORE = 0.1
+STARTS_BEFORE = 0.35
 """Share of the recording between its start and that moment."""
 
 
@@ -148,7 +148,7 @@ class Load:
                 continue
             texts = [" ".join(chance.choices(_WORDS, k=chance.randint(4, 40))) for _ in range(chance.randint(1, phase.rows))]
             # A deadline that a full queue does not keep, as impatient clients send it.
-            headers = {"X-Request-Timeout-Ms": "400"} if turn % 7 == 0 else {}
+            headers = {"X-Request-Timeout-Ms": "1000"} if turn % 7 == 0 else {}
             address = f"{servers[turn % len(servers)].url}/"
             try:
                 session.post(address, json={"inputs": texts}, headers=headers, timeout=patient(30))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from monitoring import matchers, promtool
 from picture_support.panels import View, put_in
 from picture_support.samples import Engine, missing_programs, prometheus
 from served_series import TARGET, VLLM_TARGET, VllmMetrics
+from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
 from trainer_support.served import Served, served
 from trainer_support.served_models import ROWS, write_served_model
@@ -73,12 +75,31 @@ def scraped(server: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def send(server: Served) -> None:
-    """Send a request that is answered, one that the queue has no room for, and one with a deadline that is over."""
-    rows = [row["text"] for row in ROWS[TASK]]
-    assert server.request("/", {"inputs": rows[:2]}).code == 200
-    assert server.infer(text=rows[:4]).code == 429
-    late = server.request("/", {"inputs": rows[0]}, {"X-Request-Timeout-Ms": "1"}).code
-    assert late in (200, 504)
+    """Send a request that is answered once the others are: one whose deadline is over, and one that finds the queue
+    full.
+    """
+    hold, entered = threading.Event(), threading.Event()
+    engine, answer = server.state.engine, server.state.engine.answer
+    texts = [row["text"] for row in ROWS[TASK]]
+
+    def held(*given: Any) -> Any:
+        entered.set()
+        hold.wait(patient(30))
+        return answer(*given)
+
+    engine.answer = held  # type: ignore[method-assign]  # to keep the queue full until the others are answered
+    codes: list[int] = []
+    sender = threading.Thread(target=lambda: codes.append(server.request("/", {"inputs": texts[:2]}).code))
+    try:
+        sender.start()
+        wait_until(entered.is_set, "the server computes")
+        late = server.request("/", {"inputs": texts[0]}, {"X-Request-Timeout-Ms": "1"}).code
+        refused = server.infer(text=texts[:4]).code
+    finally:
+        hold.set()
+        sender.join(patient(30))
+        engine.answer = answer  # type: ignore[method-assign]
+    assert (codes, late, refused) == ([200], 504, 429)
 
 
 def expressions() -> list[tuple[str, str]]:
@@ -123,15 +144,14 @@ def test_conditions_on_paths_select_requests_to_the_model(scraped: Engine) -> No
 
 
 def test_shares_of_errors_and_refusals_are_those_of_the_requests(scraped: Engine) -> None:
-    def share(metric: str) -> float:
-        found = scraped.session.get(f"{scraped.url}/api/v1/query", params={"query": metric}).json()["data"]["result"]
-        return float(found[0]["value"][1])
-
-    sent = 'finetune_serving_requests_total{path=~"/|/v2/models/.*/infer"}'
-    refused = share(f'sum({sent[:-1]},code="429"}}) / sum({sent})')
-    assert refused == pytest.approx(1 / 3, abs=0.02)
-    assert share("max(finetune_serving_max_latency_seconds)") == 0.2
-    assert share("max(finetune_serving_max_queue_rows)") == 3
+    """Each of the three requests of `send` has a code of its own."""
+    requests = 'finetune_serving_requests_total{path=~"/|/v2/models/.*/infer"}'
+    for code in (200, 429, 504):
+        (answer,) = scraped.at(f'sum({requests[:-1]},code="{code}"}}) / sum({requests})', last_seconds(scraped)[1])
+        assert answer.points[0][1] == pytest.approx(1 / 3), code
+    for limit, expected in (("max_latency_seconds", 0.2), ("max_queue_rows", 3.0)):
+        (answer,) = scraped.at(f"max(finetune_serving_{limit})", last_seconds(scraped)[1])
+        assert answer.points[0][1] == expected
 
 
 def test_server_metrics_follow_conventions_of_prometheus(server: Served) -> None:
