@@ -10,10 +10,12 @@ from typing import Any, get_args
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from finetune_operator.api.types import API_VERSION, KIND, Phase
 from monitoring import (
     FILES,
+    ROOT,
     TARGET_LABELS,
     Series,
     jobs,
@@ -25,6 +27,7 @@ from monitoring import (
     promtool,
     state_config,
 )
+from served_series import server_metrics
 
 DASHBOARDS: dict[str, dict[str, Any]] = {
     path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted((FILES / "dashboards").glob("*.json"))
@@ -195,6 +198,21 @@ def test_amounts_in_another_currency_are_shown_where_there_are_any(tmp_path: Pat
     file.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": documents}))
     done = promtool("test", "rules", file)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_page_lists_every_metric_of_servers_with_type_and_labels() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    listed = {
+        (name, kind, frozenset(re.findall(r"`(\w+)`", labels)))
+        for name, kind, labels in re.findall(r"^\| `(finetune_serving_\w+)` \| (\w+) \| ([^|]*) \|", page, re.MULTILINE)
+    }
+    exported = {
+        (family.name + "_total" * (family.type == "counter"), family.type, frozenset(sample.labels) - {"le"})
+        for family in text_string_to_metric_families(server_metrics().text().decode())
+        for sample in family.samples
+        if family.name.startswith("finetune_serving_") and not sample.name.endswith("_created")
+    }
+    assert listed == exported
 
 
 # -------------------------------------------------------------------------------------------------- kube-state-metrics
