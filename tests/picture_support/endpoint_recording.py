@@ -1,7 +1,7 @@
 """Ten minutes of an endpoint: real servers as processes under real requests, scraped as by Prometheus.
 
-Two servers of revision 1 answer a steady load; then it exceeds what they compute, and their queues refuse requests; then
-a server of revision 2 takes over. The labels of the targets are those that Prometheus adds in a cluster.
+Two servers of revision 1 answer a steady load; then it exceeds what they compute, and their queues refuse requests;
+then a server of revision 2 takes over. The labels of the targets are those that Prometheus adds in a cluster.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Written by `python tests/dashboard_picture.py record-endpoint`."""
 MINUTES = 10.0
 TEAM, JOB = "ml-team", "reviews"
 QUEUE_ROWS = 128
-_WORDS = "the film was a quiet pleasure and its end came much too late for anyone who had read the book".split()
+_WORDS = ("the", "film", "was", "a", "quiet", "pleasure", "and", "its", "end", "came", "much", "too", "late")
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,8 @@ class Load:
             servers = self._servers()
             if number >= phase.clients or not servers:
                 continue
-            texts = [" ".join(chance.choices(_WORDS, k=chance.randint(4, 40))) for _ in range(chance.randint(1, phase.rows))]
+            lengths = [chance.randint(4, 40) for _ in range(chance.randint(1, phase.rows))]
+            texts = [" ".join(chance.choices(_WORDS, k=length)) for length in lengths]
             # A deadline that a full queue does not keep, as impatient clients send it.
             headers = {"X-Request-Timeout-Ms": "1000"} if turn % 7 == 0 else {}
             address = f"{servers[turn % len(servers)].url}/"

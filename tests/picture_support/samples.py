@@ -168,8 +168,8 @@ def engine(samples: Samples) -> Iterator[Engine]:
             ["promtool", "tsdb", "create-blocks-from", "openmetrics", text, database], capture_output=True, text=True
         )
         assert made.returncode == 0, made.stdout + made.stderr
-        # Prometheus marks the end of a series that a target no longer has, and text cannot have the marks: a series that
-        # the last scrape lacks has ended.
+        # Prometheus marks the end of a series that a target no longer has, and text cannot have the marks: a series
+        # that the last scrape lacks has ended.
         with prometheus(folder, "{}", f"--query.lookback-delta={samples.every}s") as found:
             yield found
 

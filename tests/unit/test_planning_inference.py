@@ -356,7 +356,8 @@ def test_memory_limit_of_a_stage_is_refused_below_its_process(stage: str, gpus: 
 
 def test_low_host_memory_of_a_vllm_server_is_advised_against():
     endpoint = {"optimization": "vllm", "resources": {"memory": "8Gi"}}
-    made = on("L4", LLAMA_3B, training=None, parallelism=None, model={"uri": "pvc://m/l"}, dataset=None, endpoint=endpoint)
+    serves: dict[str, Any] = {"training": None, "dataset": None, "parallelism": None, "model": {"uri": "pvc://m/l"}}
+    made = on("L4", LLAMA_3B, **serves, endpoint=endpoint)
     (advice,) = [reason for reason in made.reasons if "endpoint.resources.memory" in reason]
     assert "is assumed to take 12.0 GiB of the host's memory: write 12288Mi" in advice
 

@@ -28,7 +28,9 @@ class ServingMetrics:
         self.requests = Counter(REQUESTS_METRIC, "Requests answered.", names, registry=own)
         self.seconds = Histogram(LATENCY_METRIC, "Time of a request.", ["path"], buckets=_SECONDS, registry=own)
         self.queue = Gauge("finetune_serving_queue_rows", "Rows that wait or are computed.", registry=own)
-        self._most = Gauge("finetune_serving_max_queue_rows", "Most rows of the queue, spec.endpoint.maxQueue.", registry=own)
+        self._most = Gauge(
+            "finetune_serving_max_queue_rows", "Most rows of the queue, spec.endpoint.maxQueue.", registry=own
+        )
         self._bound = Gauge(
             "finetune_serving_max_latency_seconds",
             "Target time of a request, spec.endpoint.maxLatencyMilliseconds; tasks that generate text have none.",
