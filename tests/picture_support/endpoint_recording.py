@@ -37,7 +37,7 @@ Written by `python tests/dashboard_picture.py record-endpoint`."""
 MINUTES = 10.0
 TEAM, JOB = "ml-team", "reviews"
 QUEUE_ROWS = 128
-_WORDS = ("the", "film", "was", "a", "quiet", "pleasure", "and", "its", "end", "came", "much", "too", "late")
+_VOCABULARY = ("the", "film", "was", "a", "quiet", "pleasure", "and", "its", "end", "came", "much", "too", "late")
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Load:
             if number >= phase.clients or not servers:
                 continue
             lengths = [chance.randint(4, 40) for _ in range(chance.randint(1, phase.rows))]
-            texts = [" ".join(chance.choices(_WORDS, k=length)) for length in lengths]
+            texts = [" ".join(chance.choices(_VOCABULARY, k=length)) for length in lengths]
             # A deadline that a full queue does not keep, as impatient clients send it.
             headers = {"X-Request-Timeout-Ms": "1000"} if turn % 7 == 0 else {}
             address = f"{servers[turn % len(servers)].url}/"

@@ -341,7 +341,7 @@ def test_server_with_a_gibibyte_is_refused_for_any_model(shape: ModelFacts | Non
 
 @pytest.mark.parametrize("stage", ["evaluation", "predict"])
 @pytest.mark.parametrize("gpus", [0, 1])
-def test_memory_limit_of_a_stage_is_refused_below_its_process(stage: str, gpus: int):
+def test_memory_limit_of_a_stage_under_its_need_is_refused(stage: str, gpus: int):
     large = BERT.model_copy(update={"parameters": 560_000_000})
     resources = {"gpusPerNode": gpus, "memory": "2Gi"}
     path, rule, hint = limited(ON_L4, large, **{stage: {}}, resources=resources)
