@@ -15,7 +15,7 @@ from prometheus_client import start_http_server
 from dashboard_picture import DASHBOARDS
 from finetune_contract.inference_settings import Serving
 from finetune_contract.layout import INFERENCE_PATHS, JobPaths
-from monitoring import matchers, promtool
+from monitoring import ROOT, matchers, promtool
 from picture_support.panels import View, put_in
 from picture_support.samples import Engine, missing_programs, prometheus
 from served_series import TARGET, VLLM_TARGET, VllmMetrics
@@ -46,7 +46,17 @@ def targets(ports: dict[int, dict[str, str]]) -> str:
         {"targets": [f"127.0.0.1:{port}"], "labels": {name: labels[name] for name in LABELS}}
         for port, labels in ports.items()
     ]
-    scraped = {"job_name": "servers", "scrape_interval": "1s", "scrape_timeout": "1s", "static_configs": static}
+    overlay = yaml.safe_load((ROOT / "manifests/overlays/monitoring/endpoint-monitor.yaml").read_text())
+    (endpoint,) = overlay["spec"]["podMetricsEndpoints"]
+    named = {"sourceLabels": "source_labels", "targetLabel": "target_label"}
+    renamed = [{named.get(key, key): value for key, value in rule.items()} for rule in endpoint["metricRelabelings"]]
+    scraped = {
+        "job_name": "servers",
+        "scrape_interval": "1s",
+        "scrape_timeout": "1s",
+        "static_configs": static,
+        "metric_relabel_configs": renamed,
+    }
     return yaml.safe_dump({"scrape_configs": [scraped]})
 
 
