@@ -145,7 +145,7 @@ FORMS: dict[str, Schema] = {
     "volumeMounts": listed(free("A VolumeMount, as Kubernetes has it.", "name", "mountPath")),
     **{
         f"metrics.{monitor}.{name}": form
-        for monitor in ("serviceMonitor", "podMonitor")
+        for monitor in ("serviceMonitor", "podMonitor", "endpointMonitor")
         for name, form in {
             "interval": {"type": "string", "pattern": DURATION},
             "scrapeTimeout": {"type": "string", "pattern": DURATION},

@@ -1,9 +1,11 @@
 """Pictures of the Grafana dashboards for the documentation, from the metrics of a real operator.
 
     python tests/dashboard_picture.py record RUN RUN RUN RUN   lets a fleet work for twenty minutes, keeps the samples
+    python tests/dashboard_picture.py record-endpoint FOLDER   serves the model of a folder for ten minutes, likewise
     python tests/dashboard_picture.py draw                     draws docs/dashboard-*.svg from them
 
-The samples are those of `tests/picture_support/fleet_recording.py`, which lists their real and simulated parts. A
+The samples are those of `tests/picture_support/fleet_recording.py`, and for endpoints of
+`tests/picture_support/endpoint_recording.py`, which list their real and simulated parts. A
 Prometheus server answers each panel's expressions, and the answers are laid out as by Grafana. There is no
 Grafana in it: a picture that a browser makes of one is large, and could not be made again without one.
 """
@@ -14,10 +16,14 @@ import argparse
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from finetune_contract.inference_settings import Serving
+from finetune_contract.trainer_job import TrainerJob
 from monitoring import FILES, ROOT
+from picture_support import endpoint_recording
 from picture_support.fleet_recording import MINUTES, SHOWN, TEAM, metrics_of, record
 from picture_support.panels import View, query_panel
 from picture_support.replay import Run
@@ -28,6 +34,9 @@ DASHBOARDS: dict[str, dict[str, Any]] = {
     path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted((FILES / "dashboards").glob("*.json"))
 }
 SAMPLES = Path(__file__).parent / "picture_support" / "samples.yaml"
+ENDPOINT_SAMPLES = SAMPLES.with_name("endpoint_samples.yaml")
+FLEET_DASHBOARDS = {name: dashboard for name, dashboard in DASHBOARDS.items() if name != "endpoints"}
+"""Dashboards whose pictures show the recorded fleet."""
 DOCS = ROOT / "docs"
 _BEFORE, _AFTER = 20, 40
 """Seconds in the picture of one job before its creation and after its end."""
@@ -37,8 +46,16 @@ def picture(name: str) -> Path:
     return DOCS / f"dashboard-{name}.svg"
 
 
+def samples_of(name: str) -> Path:
+    """Return the file with the samples of a dashboard's picture."""
+    return ENDPOINT_SAMPLES if name == "endpoints" else SAMPLES
+
+
 def view_of(name: str, samples: Samples) -> View:
     """Return the selection of a picture: one job's life, or the whole recording."""
+    if name == "endpoints":
+        chosen = {"namespace": endpoint_recording.TEAM, "endpoint": endpoint_recording.JOB}
+        return View(samples.start, samples.end, chosen, {"Namespace": chosen["namespace"], "Job": chosen["endpoint"]})
     if name != "job":
         return View(samples.start, samples.end, {"namespace": ".*"}, {"Operator's namespace": "All"})
     there = [
@@ -75,11 +92,16 @@ def draw(name: str, file: Path, samples: Samples, prometheus: Engine) -> str:
     return dashboard_svg(dashboard, shown, view, samples.source, mark(name, file))
 
 
-def draw_all(file: Path = SAMPLES) -> Mapping[str, str]:
+def draw_all() -> Mapping[str, str]:
     """Return all pictures by the dashboard's name."""
-    samples = Samples.read(file)
-    with engine(samples) as prometheus:
-        return {name: draw(name, file, samples, prometheus) for name in DASHBOARDS}
+    with ExitStack() as stack:
+        files = {samples_of(name) for name in DASHBOARDS}
+        read = {file: Samples.read(file) for file in files}
+        engines = {file: stack.enter_context(engine(samples)) for file, samples in read.items()}
+        return {
+            name: draw(name, file, read[file], engines[file])
+            for name, file in ((name, samples_of(name)) for name in DASHBOARDS)
+        }
 
 
 def main() -> None:
@@ -100,22 +122,47 @@ def main() -> None:
     recording.add_argument("--minutes", type=float, default=MINUTES)
     recording.add_argument("--every", type=int, default=5, metavar="SECONDS", help="time between two scrapes")
     recording.add_argument("--samples", type=Path, default=SAMPLES, help="file that they are written to")
+    serving = commands.add_parser("record-endpoint", help="serve a model, and record the metrics of its servers")
+    serving.add_argument("model", type=Path, help="folder of a model for text-classification")
+    serving.add_argument("--minutes", type=float, default=endpoint_recording.MINUTES)
+    serving.add_argument("--every", type=int, default=5, metavar="SECONDS", help="time between two scrapes")
+    serving.add_argument("--samples", type=Path, default=ENDPOINT_SAMPLES, help="file that they are written to")
     drawing = commands.add_parser(
         "draw", help="draw the dashboards", description=f"Needs {' and '.join(PROGRAMS)} in PATH."
     )
-    drawing.add_argument("--samples", type=Path, default=SAMPLES, help="file that `record` has written")
     drawing.add_argument("--folder", type=Path, default=DOCS, help="where the pictures go")
     arguments = parser.parse_args()
     if arguments.command == "record":
         runs = [Run.read(folder) for folder in arguments.runs]
-        record(runs, arguments.samples, arguments.minutes, arguments.every, metrics_of(DASHBOARDS), _log)
+        record(runs, arguments.samples, arguments.minutes, arguments.every, metrics_of(FLEET_DASHBOARDS), _log)
+        return
+    if arguments.command == "record-endpoint":
+        job, shown = _served_job(arguments.model), {"endpoints": DASHBOARDS["endpoints"]}
+        endpoint_recording.record_endpoint(
+            job, arguments.samples, arguments.minutes, arguments.every, metrics_of(shown), _log
+        )
         return
     if missing := missing_programs():
         parser.error(f"{' and '.join(missing)} not in PATH (Debian's package prometheus has them)")
-    for name, text in draw_all(arguments.samples).items():
+    for name, text in draw_all().items():
         path: Path = arguments.folder / picture(name).name
         path.write_text(text, encoding="utf-8")
         _log(f"{path}: {len(text) / 1024:.0f} KiB")
+
+
+def _served_job(model: Path) -> TrainerJob:
+    """Return a job that serves the model of a folder on one core."""
+    serving = Serving(
+        model_name=endpoint_recording.JOB, device="cpu", max_batch_tokens=2048, max_queue=endpoint_recording.QUEUE_ROWS
+    )
+    return TrainerJob.model_validate({
+        "name": endpoint_recording.JOB,
+        "task": "text-classification",
+        "model": {"uri": f"file://{model.resolve()}"},
+        "training": None,
+        "serving": serving.model_dump(),
+        "seed": 11,
+    })  # fmt: skip
 
 
 def _log(text: str) -> None:

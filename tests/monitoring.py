@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from finetune_operator.api.types import FineTuneJobStatus
 from finetune_operator.shell.operator_metrics import Metrics
 from reconcile_world import World
+from served_series import TARGET as SERVER
+from served_series import VLLM_TARGET, server_metrics, vllm_metrics
 from suite_plugins.patience import patient
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +34,7 @@ _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 _LISTS = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)")
 _KEYWORDS = frozenset({"and", "or", "unless", "bool", "offset", "by", "on", "without", "ignoring", "inf", "nan"})
 _SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)\s*\{([^}]*)\}")
+_NAMES = re.compile(r'__name__\s*=~?\s*"([^"]*)"')
 _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
 
 
@@ -52,10 +56,11 @@ class Series:
 
 
 def names(expression: str) -> set[str]:
-    """Return the metrics in a PromQL expression."""
+    """Return the metrics in a PromQL expression, also those of a condition on `__name__`."""
+    listed = {name for text in _NAMES.findall(expression) for name in text.split("|")}
     bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", "", _LISTS.sub("", _TEXT.sub("", expression)))
     found = re.finditer(r"(?<![\w:.])([a-zA-Z_:][\w:]*)\b(?!\s*\()", bare)
-    return {match[1] for match in found} - _KEYWORDS
+    return {match[1] for match in found} - _KEYWORDS | listed
 
 
 def matchers(expression: str) -> Iterator[tuple[str, str, str, str]]:
@@ -86,11 +91,21 @@ def lived() -> Metrics:
 
 def of_operator() -> list[Series]:
     """Return all series of such a replica; all of them grow."""
-    found = []
-    for family in text_string_to_metric_families(lived().exposition().decode()):
-        for sample in family.samples:
-            found.append(Series(sample.name, {**sample.labels, **TARGET}, "0+1x240"))
-    return found
+    return _growing(lived().exposition(), TARGET)
+
+
+def of_servers() -> list[Series]:
+    """Return all series of a server of ours and of one of vLLM; all of them grow."""
+    ours = _growing(server_metrics().text(), SERVER)
+    return [*ours, *_growing(generate_latest(vllm_metrics().registry), VLLM_TARGET)]
+
+
+def _growing(exposition: bytes, target: Mapping[str, str]) -> list[Series]:
+    return [
+        Series(sample.name, {**sample.labels, **target}, "0+1x240")
+        for family in text_string_to_metric_families(exposition.decode())
+        for sample in family.samples
+    ]
 
 
 def of_state(document: Mapping[str, Any], config: Mapping[str, Any]) -> list[Series]:

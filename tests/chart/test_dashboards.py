@@ -10,20 +10,24 @@ from typing import Any, get_args
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from finetune_operator.api.types import API_VERSION, KIND, Phase
 from monitoring import (
     FILES,
+    ROOT,
     TARGET_LABELS,
     Series,
     jobs,
     matchers,
     names,
     of_operator,
+    of_servers,
     of_state,
     promtool,
     state_config,
 )
+from served_series import server_metrics
 
 DASHBOARDS: dict[str, dict[str, Any]] = {
     path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted((FILES / "dashboards").glob("*.json"))
@@ -31,8 +35,13 @@ DASHBOARDS: dict[str, dict[str, Any]] = {
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 OPERATOR = of_operator()
 STATE = [series for document in jobs().values() for series in of_state(document, state_config())]
-OF_DASHBOARD: dict[str, list[Series]] = {"fleet": OPERATOR, "operator": OPERATOR, "job": STATE}
-FOR_GRAFANA = {"$__rate_interval": "5m", "$__range": "1h", "$namespace": "ops"}
+OF_DASHBOARD: dict[str, list[Series]] = {
+    "fleet": OPERATOR,
+    "operator": OPERATOR,
+    "job": STATE,
+    "endpoints": of_servers(),
+}
+FOR_GRAFANA = {"$__rate_interval": "5m", "$__range": "1h", "$namespace": "ops", "$endpoint": ".*"}
 
 
 def panels(dashboard: str) -> list[dict[str, Any]]:
@@ -55,7 +64,7 @@ def variables(dashboard: str) -> list[dict[str, Any]]:
     return listed
 
 
-def test_there_is_a_view_of_the_fleet_of_the_operator_and_of_one_job() -> None:
+def test_dashboards_show_fleet_operator_one_job_and_endpoints() -> None:
     assert set(DASHBOARDS) == set(OF_DASHBOARD)
 
 
@@ -189,6 +198,21 @@ def test_amounts_in_another_currency_are_shown_where_there_are_any(tmp_path: Pat
     file.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": documents}))
     done = promtool("test", "rules", file)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_page_lists_every_metric_of_servers_with_type_and_labels() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    listed = {
+        (name, kind, frozenset(re.findall(r"`(\w+)`", labels)))
+        for name, kind, labels in re.findall(r"^\| `(finetune_serving_\w+)` \| (\w+) \| ([^|]*) \|", page, re.MULTILINE)
+    }
+    exported = {
+        (family.name + "_total" * (family.type == "counter"), family.type, frozenset(sample.labels) - {"le"})
+        for family in text_string_to_metric_families(server_metrics().text().decode())
+        for sample in family.samples
+        if family.name.startswith("finetune_serving_") and not sample.name.endswith("_created")
+    }
+    assert listed == exported
 
 
 # -------------------------------------------------------------------------------------------------- kube-state-metrics

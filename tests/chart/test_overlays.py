@@ -63,6 +63,7 @@ SAME: dict[str, tuple[str, Callable[[tuple[Object, ...]], Any]]] = {
     "resources": ("high-availability", lambda found: pods(found)["containers"][0]["resources"]),
     "spread": ("high-availability", lambda found: without_selectors(pods(found)["topologySpreadConstraints"])),
     "the monitor": ("monitoring", lambda found: one(found, "ServiceMonitor", "finetune-operator")["spec"]),
+    "the monitor of servers": ("monitoring", lambda found: one(found, "PodMonitor", "finetune-endpoints")["spec"]),
 }  # fmt: skip
 
 

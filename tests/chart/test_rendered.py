@@ -366,7 +366,7 @@ OTHERS: dict[str, Any] = {
     "metrics.dashboards.labels": {"grafana_dashboard": "yes"},
     **{
         f"metrics.{monitor}.{name}": value
-        for monitor in ("serviceMonitor", "podMonitor")
+        for monitor in ("serviceMonitor", "podMonitor", "endpointMonitor")
         for name, value in {
             "interval": "30s",
             "scrapeTimeout": "10s",
@@ -385,7 +385,7 @@ WITH: dict[str, Object] = {
     "webhook.": {"webhook": {"enabled": True}},
     **{
         f"metrics.{name}.": {"metrics": {name: {"enabled": True}}}
-        for name in ("serviceMonitor", "podMonitor", "prometheusRule", "dashboards")
+        for name in ("serviceMonitor", "podMonitor", "endpointMonitor", "prometheusRule", "dashboards")
     },
 }
 """Settings that a value needs to have an effect, by the beginning of its path."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from monitoring import FILES, ROOT, TARGET_LABELS, lived, matchers, names, of_operator, promtool
+from monitoring import FILES, ROOT, TARGET_LABELS, lived, matchers, names, of_operator, of_servers, promtool
 
 RULES: dict[str, Any] = yaml.safe_load((FILES / "rules.yaml").read_text(encoding="utf-8"))
 TESTS: dict[str, Any] = yaml.safe_load((FILES / "rules.test.yaml").read_text(encoding="utf-8"))
@@ -21,7 +21,8 @@ def test_the_alerts_that_a_fleet_needs_are_there() -> None:
     assert set(ALERTS) == {
         "FineTuneJobFailed", "FineTuneJobStuck", "FineTuneJobsQueuedTooLong", "FineTuneEstimatesFarOff",
         "FineTuneOperatorDown", "FineTuneOperatorNobodyLeads", "FineTuneOperatorTwoLead", "FineTuneReconcileErrors",
-        "FineTuneApiErrors", "FineTuneProgressRefused", "FineTuneCertificateEndsSoon",
+        "FineTuneApiErrors", "FineTuneProgressRefused", "FineTuneCertificateEndsSoon", "FineTuneEndpointErrors",
+        "FineTuneEndpointOverloaded", "FineTuneEndpointSlow",
     }  # fmt: skip
 
 
@@ -88,7 +89,7 @@ def test_no_runbook_is_of_an_alert_that_is_not_there() -> None:
 @pytest.mark.parametrize("alert", ALERTS)
 def test_alert_queries_only_existing_metrics_and_labels(alert: str) -> None:
     known: dict[str, dict[str, set[str]]] = {}
-    for series in of_operator():
+    for series in (*of_operator(), *of_servers()):
         for label, value in series.labels.items():
             known.setdefault(series.name, {}).setdefault(label, set()).add(value)
     expression = ALERTS[alert]["expr"]

@@ -168,30 +168,37 @@ def engine(samples: Samples) -> Iterator[Engine]:
             ["promtool", "tsdb", "create-blocks-from", "openmetrics", text, database], capture_output=True, text=True
         )
         assert made.returncode == 0, made.stdout + made.stderr
-        (folder / "none.yml").write_text("{}\n")
-        port = free_port()
-        command = [
-            "prometheus",
-            f"--config.file={folder / 'none.yml'}",
-            f"--storage.tsdb.path={database}",
-            f"--web.listen-address=127.0.0.1:{port}",
-            "--storage.tsdb.retention.time=100y",
-            # Prometheus marks the end of a series that a target no longer has, and text cannot have the marks: a
-            # series that the last scrape lacks has ended.
-            f"--query.lookback-delta={samples.every}s",
-            "--log.level=warn",
-        ]
-        # One thread: it has little to do, and other work runs beside it.
-        environment = {**os.environ, "GOMAXPROCS": "1"}
-        with (folder / "log").open("wb") as log:
-            server = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
-        try:
-            found = Engine(f"http://127.0.0.1:{port}", new_session())
-            _wait(found, server, folder / "log")
+        # Prometheus marks the end of a series that a target no longer has, and text cannot have the marks: a series
+        # that the last scrape lacks has ended.
+        with prometheus(folder, "{}", f"--query.lookback-delta={samples.every}s") as found:
             yield found
-        finally:
-            server.terminate()
-            server.wait(patient(300))
+
+
+@contextmanager
+def prometheus(folder: Path, configuration: str, *options: str) -> Iterator[Engine]:
+    """Run a Prometheus server with this configuration, whose database is `folder`/data."""
+    file, port = folder / "prometheus.yml", free_port()
+    file.write_text(configuration + "\n", encoding="utf-8")
+    command = [
+        "prometheus",
+        f"--config.file={file}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--storage.tsdb.retention.time=100y",
+        "--log.level=warn",
+        *options,
+    ]
+    # One thread: it has little to do, and other work runs beside it.
+    environment = {**os.environ, "GOMAXPROCS": "1"}
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
+    try:
+        found = Engine(f"http://127.0.0.1:{port}", new_session())
+        _wait(found, server, folder / "log")
+        yield found
+    finally:
+        server.terminate()
+        server.wait(patient(300))
 
 
 def _wait(found: Engine, server: subprocess.Popen[bytes], log: Path) -> None:

@@ -171,7 +171,8 @@ def test_memory_that_servers_do_not_take_is_reported() -> None:
     assert [sentence.partition(" has no effect on servers")[0] for sentence in notices(job.spec)] == [
         "spec.resources.cpu", "spec.resources.memory",
     ]  # fmt: skip
-    job, _ = validate_job(job_document(serves | {"endpoint": {"resources": {"cpu": 2, "memory": "512Mi"}}}))
-    assert job is not None
-    (sentence,) = notices(job.spec)
-    assert sentence.startswith("spec.endpoint.resources.memory: 512Mi is less than a server takes")
+    for size in ("512Mi", "1Gi"):
+        job, _ = validate_job(job_document(serves | {"endpoint": {"resources": {"cpu": 2, "memory": size}}}))
+        assert job is not None
+        (sentence,) = notices(job.spec)
+        assert sentence.startswith(f"spec.endpoint.resources.memory: {size} is less than a server takes")

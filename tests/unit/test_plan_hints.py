@@ -189,6 +189,18 @@ CASES: dict[str, Case] = {
         {"training": None, "endpoint": {"resources": {"memory": "64Mi"}}, "resources": {"gpusPerNode": 0}},
         {},
     ),
+    "no server works with its memory": (
+        {"training": None, "endpoint": {"resources": {"memory": "1Gi"}}, "resources": {"gpusPerNode": 0}},
+        {"model": None},
+    ),
+    "a prediction on CPUs does not fit into its memory": (
+        {"training": None, "predict": {}, "resources": {"gpusPerNode": 0, "memory": "1Gi"}},
+        {},
+    ),
+    "a prediction on a GPU does not fit into the host's memory": (
+        {"training": None, "predict": {}, "resources": {"gpusPerNode": 1, "memory": "1Gi"}},
+        {"hardware": parse_hardware("gpu=L4,gpus=1,cpu=8,hostMemory=64Gi")},
+    ),
     "evaluation does not fit": (
         {"training": None, "evaluation": {}, **WRITES, **ON_ONE, "model": {"uri": "hf://a/Model-70B"}},
         {"hardware": parse_hardware("gpu=T4"), "model": None, "as_known": True},

@@ -316,6 +316,53 @@ def test_too_small_memory_of_a_server_is_refused_with_enough(others: str | None)
     assert serving(enough[1], others).servers is not None
 
 
+TINY = BERT.model_copy(update={"parameters": 100_000, "hidden_size": 32, "layers": 2, "vocabulary_size": 30})
+ON_L4 = "gpu=L4,gpus=1,cpu=8,hostMemory=64Gi"
+
+
+def limited(hardware: str, shape: ModelFacts | None, **spec: Any) -> tuple[str, str, str]:
+    """Return path, rule and hint of the one refusal of a classifier's memory limit."""
+    whole = {**CLASSIFIES, "training": None, "model": {"uri": "pvc://models/tiny"}, **spec}
+    with pytest.raises(PlanRefused) as refused:
+        plan(job(whole), Facts(hardware=parse_hardware(hardware), model=shape), CLUSTER_SETTINGS)
+    (problem,) = refused.value.problems
+    return problem.path, problem.rule, problem.hint or ""
+
+
+@pytest.mark.parametrize("shape", [TINY, None])
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_server_with_a_gibibyte_is_refused_for_any_model(shape: ModelFacts | None, gpus: int):
+    resources = {"gpusPerNode": gpus}
+    path, _, hint = limited(ON_L4, shape, endpoint={"resources": {"memory": "1Gi"}}, resources=resources)
+    assert path == "spec.endpoint.resources.memory"
+    enough = re.search(r"write (\d+)Mi, or leave it out", hint)
+    assert enough is not None, hint
+    assert int(enough[1]) > 1024
+
+
+@pytest.mark.parametrize("stage", ["evaluation", "predict"])
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_memory_limit_of_a_stage_under_its_need_is_refused(stage: str, gpus: int):
+    large = BERT.model_copy(update={"parameters": 560_000_000})
+    resources = {"gpusPerNode": gpus, "memory": "2Gi"}
+    path, rule, hint = limited(ON_L4, large, **{stage: {}}, resources=resources)
+    assert path == "spec.resources.memory"
+    assert rule.startswith(f"does not fit: one process of spec.{stage} takes ")
+    enough = re.search(r"write (\d+Mi), or leave it out", hint)
+    assert enough is not None, hint
+    whole = {**CLASSIFIES, "training": None, "model": {"uri": "pvc://models/tiny"}, stage: {}}
+    facts = Facts(hardware=parse_hardware(ON_L4), model=large)
+    assert plan(job({**whole, "resources": {**resources, "memory": enough[1]}}), facts, CLUSTER_SETTINGS)
+
+
+def test_low_host_memory_of_a_vllm_server_is_advised_against():
+    endpoint = {"optimization": "vllm", "resources": {"memory": "8Gi"}}
+    serves: dict[str, Any] = {"training": None, "dataset": None, "parallelism": None, "model": {"uri": "pvc://m/l"}}
+    made = on("L4", LLAMA_3B, **serves, endpoint=endpoint)
+    (advice,) = [reason for reason in made.reasons if "endpoint.resources.memory" in reason]
+    assert "is assumed to take 12.0 GiB of the host's memory: write 12288Mi" in advice
+
+
 def test_program_model_is_evaluated_by_one_process():
     script = {"git": {"url": "https://github.com/org/x", "ref": "main"}, "entryPoint": "train.py"}
     made = on_eight("H100", LLAMA_8B, training={"script": script})

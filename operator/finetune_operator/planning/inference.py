@@ -14,21 +14,21 @@ from dataclasses import replace
 from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import GPU_RUNGS, RUNG_TASKS, VLLM_TASKS, PredictRung, Stage
 from finetune_operator.api.problems import any_of
-from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.types import PredictSpec
 from finetune_operator.planning.assumed_facts import is_well_known
 from finetune_operator.planning.draft import Draft
-from finetune_operator.planning.host_memory import memory_request
-from finetune_operator.planning.inference_memory import inference_need, process_bytes
+from finetune_operator.planning.inference_memory import inference_need
 from finetune_operator.planning.inference_processes import pod_devices
+from finetune_operator.planning.memory_limits import (
+    UNREAD_SLACK,
+    check_server_limit,
+    check_stage_limit,
+    limits_stages,
+)
 from finetune_operator.planning.vllm_plan import by_vllm, check_vllm_memory
 
 MOST_GPUS_OF_NODE = 16
 """Most GPUs of a node that hints suggest: those of an a2-megagpu-16g of Google Cloud."""
-UNREAD_SLACK = 1.25
-"""Factor by which an unread model may exceed the memory before it is refused: its size follows from its name, and a
-batch that does not fit after all is halved.
-"""
 
 
 def devices_of_model(fits: Callable[[int], bool], devices: int) -> int | None:
@@ -164,14 +164,19 @@ def check_inference(draft: Draft) -> Draft:
     """Refuse a requested evaluation, prediction or endpoint that does not fit."""
     asked = {"evaluation": draft.spec.evaluation, "predict": draft.spec.predict, "endpoint": draft.spec.endpoint}
     paths = [path for path, given in asked.items() if given is not None and (path != "endpoint" or not draft.local)]
-    if not paths or not _is_known(draft):
+    known = _is_known(draft)
+    if "endpoint" in paths and Stage.SERVE in draft.stages:
+        draft = check_server_limit(draft, known=known)
+    if not paths or not known:
         return draft
+    draft = check_stage_limit(draft)
     for path in paths:
         if path == "endpoint" and by_vllm(draft):
             draft = check_vllm_memory(draft)
             continue
         if path == "endpoint" and draft.inference_device == "cpu" and _own_memory(draft):
-            draft = _check_server_memory(draft)
+            continue
+        if path != "endpoint" and limits_stages(draft):
             continue
         need = inference_need(draft, 1 if path == "endpoint" else pod_devices(draft))
         room = need if draft.model_known else replace(need, there=int(UNREAD_SLACK * need.there))
@@ -196,18 +201,6 @@ def _own_memory(draft: Draft) -> bool:
     """Return whether `resources.memory` says nothing about servers: they have a limit of their own, or none at all."""
     endpoint = draft.spec.endpoint
     return draft.spec.resources.memory is not None or (endpoint is not None and endpoint.resources.memory is not None)
-
-
-def _check_server_memory(draft: Draft) -> Draft:
-    """Refuse a limit of the servers' memory that is below what one takes."""
-    limit = None if draft.spec.endpoint is None else draft.spec.endpoint.resources.memory
-    takes = process_bytes(draft, "fp32")
-    slack = 1 if draft.model_known else UNREAD_SLACK
-    if limit is None or takes <= slack * int(parse_quantity(limit)):
-        return draft
-    rule = f"does not fit: one server takes {human_bytes(takes)} with the whole model"
-    hint = f"write {memory_request(takes)}, or leave it out"
-    return draft.refusing(("endpoint", "resources", "memory"), limit, rule, hint, "NotSupported")
 
 
 def _is_known(draft: Draft) -> bool:

@@ -83,6 +83,7 @@ class Batcher:
         self._engine = engine
         self._metrics = metrics
         self._serving = engine.serving
+        metrics.set_limits(self._serving.max_queue, self._serving.max_latency_seconds)
         self._wake = threading.Condition()
         self._inbox: deque[Ticket] = deque()
         self._waiting: list[tuple[Ticket, int]] = []

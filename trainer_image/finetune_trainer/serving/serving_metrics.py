@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from finetune_contract.choices import WRITING_TASKS, Task
 from finetune_contract.layout import LATENCY_METRIC, REQUESTS_METRIC
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -18,14 +19,24 @@ _TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536)
 class ServingMetrics:
     """Metrics of one server."""
 
-    def __init__(self, model: str, task: str, revision: str) -> None:
+    def __init__(self, model: str, task: Task, revision: str) -> None:
         self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
         self._task, self._revision = task, revision
         names = ["path", "code", "model"]
         own = self._registry
         self.requests = Counter(REQUESTS_METRIC, "Requests answered.", names, registry=own)
         self.seconds = Histogram(LATENCY_METRIC, "Time of a request.", ["path"], buckets=_SECONDS, registry=own)
         self.queue = Gauge("finetune_serving_queue_rows", "Rows that wait or are computed.", registry=own)
+        self._most = Gauge(
+            "finetune_serving_max_queue_rows", "Most rows of the queue, spec.endpoint.maxQueue.", registry=own
+        )
+        self._bound = Gauge(
+            "finetune_serving_max_latency_seconds",
+            "Target time of a request, spec.endpoint.maxLatencyMilliseconds; tasks that generate text have none.",
+            ["task"],
+            registry=own,
+        )
         self.in_flight = Gauge("finetune_serving_requests_in_flight", "Requests that wait for an answer.", registry=own)
         self._rows = Histogram("finetune_serving_batch_rows", "Rows of a batch.", buckets=_ROWS, registry=own)
         self._batch = Histogram("finetune_serving_batch_tokens", "Tokens of a batch.", buckets=_TOKENS, registry=own)
@@ -42,6 +53,14 @@ class ServingMetrics:
         self._info.clear()
         for name, revision in models.items():
             self._info.labels(name, self._task, revision or self._revision).set(1)
+
+    def set_limits(self, max_queue: int, max_latency_seconds: float) -> None:
+        """Show the limits of the queue, in rows, and of the latency. The time of a generated text follows from its
+        length, so that tasks that generate text have no target.
+        """
+        self._most.set(max_queue)
+        if self._task not in WRITING_TASKS:
+            self._bound.labels(self._task).set(max_latency_seconds)
 
     def batch(self, model: str, rows: int, tokens: int, seconds: float) -> None:
         """Count a batch of a model."""
