@@ -2,8 +2,9 @@
 
 Kernels (matrix products, attention, fp8, torch.compile, 4 bits), an all-reduce over all GPUs, and a short training with
 each strategy by `finetune run`: whether it works, its memory and time beside the plan's, and whether all strategies
-learn the same. What the machine cannot run is skipped with the reason. On several nodes: the same on the first one, the
-all-reduce over all, and trainings over all; the same command runs on each, with a shared folder for the report.
+learn the same. Beside them is the throughput of transformers' Trainer and of a loop in plain torch on the same rows.
+What the machine cannot run is skipped with the reason. On several nodes: the same on the first one, the all-reduce over
+all, and trainings over all; the same command runs on each, with a shared folder for the report.
 
     python -m gpu_check --out runs/gpu-check --minutes 15
     python -m gpu_check --only trainings --out runs/gpu-check
@@ -24,11 +25,11 @@ from typing import Any
 
 import torch
 
-from gpu_check import gpu_facts, gpu_jobs, gpu_kernels, gpu_links, gpu_spread, several_nodes
+from gpu_check import gpu_baselines, gpu_facts, gpu_jobs, gpu_kernels, gpu_links, gpu_spread, several_nodes
 from gpu_check.gpu_report import Result, checked, write_report
 from gpu_check.several_nodes import Nodes
 
-GROUPS = ("kernels", "links", "trainings")
+GROUPS = ("kernels", "links", "baselines", "trainings")
 LONGEST = 300.0
 """Seconds of one check; the first of a training go to loading libraries and compiling DeepSpeed's operators."""
 
@@ -61,6 +62,15 @@ def trainings(folder: Path, ways: Sequence[str], small: bool, ends: float, longe
         if reference is None and result.outcome == "ok" and name in gpu_jobs.SAME_LOSSES:
             reference = result.figures["losses"]
         yield result
+
+
+def baselines(folder: Path, small: bool, longest: float) -> Iterator[Result]:
+    """Check the throughput of other training loops, on the inputs of the trainings."""
+    gpus = torch.cuda.device_count()
+    size = gpu_jobs.size_of(None if small else torch.cuda.get_device_properties(0).total_memory / gpu_facts.GIB)
+    gpu_jobs.write_inputs(folder, size)
+    for name in gpu_baselines.BASELINES:
+        yield checked("baselines", name, partial(gpu_baselines.train, name, folder, size, gpus, longest))
 
 
 def over_nodes(folder: Path, small: bool, longest: float, nodes: Nodes) -> Iterator[Result]:
@@ -118,6 +128,7 @@ def main() -> int:
     groups = {
         "kernels": kernels(small) if nodes.first else iter(()),
         "links": links(small, options.seconds, nodes),
+        "baselines": baselines(options.out, small, options.seconds) if nodes.first else iter(()),
         "trainings": _all_trainings(options, ends, nodes),
     }
     results: list[Result] = []

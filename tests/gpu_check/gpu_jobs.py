@@ -67,9 +67,16 @@ WAYS: Mapping[str, tuple[int, dict[str, Any]]] = {
     "QLoRA": (1, {"parallelism": {"strategy": "single"}, "adapter": {**LORA, "method": "qlora"}}),
     "QLoRA with fsdp 2": (2, {"parallelism": {"strategy": "fsdp"}, "adapter": {**LORA, "method": "qlora"}}),
     "fp8": (1, {"parallelism": {"strategy": "single"}, "precision": "fp8"}),
+    "compiled with fsdp 2": (2, {"parallelism": {"strategy": "fsdp"}, "arguments": {"torch_compile": True}}),
+    "fp8 with fsdp 2, compiled": (
+        2,
+        {"parallelism": {"strategy": "fsdp"}, "precision": "fp8", "arguments": {"torch_compile": True}},
+    ),
 }
 """Name -> GPUs that it needs, and fields of the job."""
-SAME_LOSSES = frozenset({name for name in WAYS if name not in ("LoRA", "QLoRA", "QLoRA with fsdp 2", "fp8")})
+SAME_LOSSES = frozenset(
+    {name for name, (_, fields) in WAYS.items() if "adapter" not in fields and "precision" not in fields}
+)
 """Ways that train all weights in bf16."""
 
 

@@ -27,6 +27,8 @@ _YES = (_aten.allclose.default, _aten.equal.default, _aten.is_nonzero.default)
 """Comparisons, which return equal."""
 _BETWEEN = ("/torch/", "/tracing_support/", "<")
 """Parts of the paths of code between a wait and its cause."""
+_FLOAT8 = frozenset({"Float8TrainingTensor", "WeightWithDynamicFloat8CastTensor"})
+"""torchao's classes of tensors that wrap others, whose operations are dispatched again on the inner ones."""
 EVENT = "event"
 """Kind of a wait for a CUDA event."""
 _NEW_PEAK = 1 << 20
@@ -110,7 +112,7 @@ class Trace(TorchDispatchMode):
     def mark(self, kind: str, tensors: Iterable[Any]) -> None:
         """Set the kind of the storages of `tensors`."""
         for each in tensors:
-            each = getattr(each, "_local_tensor", each)
+            each = _inner(each)
             if isinstance(each, FakeTensor) and (made := self._made.get(each.untyped_storage()._cdata)) is not None:
                 self.kinds[made.serial] = kind
 
@@ -120,6 +122,8 @@ class Trace(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
+        if any(each.__name__ in _FLOAT8 for each in types):
+            return NotImplemented
         if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             self._note(args[0], "item")
             if args[0].constant is not None:
@@ -206,7 +210,7 @@ class Trace(TorchDispatchMode):
     # ----------------------------------------------------------------------------------------------------------- memory
 
     def _see(self, tensor: torch.Tensor, operator: str, source: Any) -> None:
-        tensor = getattr(tensor, "_local_tensor", tensor)
+        tensor = _inner(tensor)
         if not isinstance(tensor, FakeTensor):
             return
         storage = tensor.untyped_storage()
@@ -243,7 +247,15 @@ class Trace(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> Any:
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+    return _inner(tensor).untyped_storage()
+
+
+def _inner(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with memory of its own: the shard of a DTensor, and the one that a class of torchao's wraps."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    if type(local).__name__ in _FLOAT8:
+        return local._data if hasattr(local, "_data") else local._tensor
+    return local
 
 
 def _place() -> str:

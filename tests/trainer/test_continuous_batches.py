@@ -81,11 +81,11 @@ def test_texts_equal_those_of_each_row_alone(family: str, tmp_path: Path) -> Non
     prompts, ends = prompts_of(40, vocabulary), [3, 5, 6]
     wanted = [alone(model, prompt, ends) for prompt in prompts]
     assert len({len(text) for text in wanted}) > 5, "texts of several lengths"
-    ended: list[int] = []
-    found = generated(SlotGenerator(model, 8 * (12 + MOST), ended=ended.append), prompts, ends)
-    assert found == wanted
+    ended: list[tuple[int, int]] = []
+    generator = SlotGenerator(model, 8 * (12 + MOST), ended=lambda rows, tokens: ended.append((rows, tokens)))
+    assert generated(generator, prompts, ends) == wanted
     assert ended == sorted(set(ended))
-    assert ended[-1] == len(prompts)
+    assert ended[-1] == (len(prompts), sum(map(len, wanted)))
 
 
 def test_slots_need_fewer_passes_and_stay_within_the_budget(tmp_path: Path) -> None:

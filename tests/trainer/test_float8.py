@@ -450,7 +450,7 @@ def test_decoder_learns_in_fp8_as_in_bf16_and_saves_an_ordinary_model(tmp_path: 
 
 @needs_torchao
 @pytest.mark.slow
-def test_several_processes_learn_as_one_does_with_ddp_and_with_fsdp(bench, tmp_path: Path):
+def test_several_processes_learn_as_one_and_resume_with_ddp_and_fsdp(bench, tmp_path: Path):
     alone = bench.at(tmp_path / "single").with_training(**STEPS)
     train_here(alone.job, alone.paths, fp8_without_units=True)
     assert alone.losses()[-1] < 0.75 * alone.losses()[0]
@@ -472,6 +472,13 @@ def test_several_processes_learn_as_one_does_with_ddp_and_with_fsdp(bench, tmp_p
         # 0.006 or 0.015 with ddp, 0.045 with fsdp, of a fall by 0.18.
         assert run.losses()[-1] < 0.9 * run.losses()[0], strategy
         assert run.weights().keys() == alone.weights().keys()
+    # The shards that fsdp gathers in fp8 are saved in fp32, and a run goes on with them.
+    whole = run.losses()
+    shutil.rmtree(run.paths.checkpoints / "step-24")
+    (run.paths.checkpoints / "latest").write_text("step-12\n", encoding="utf-8")
+    codes, output = fork_server().run({**case, **call})
+    assert codes == [0, 0], output
+    assert run.losses()[-12:] == pytest.approx(whole[-12:], abs=0.005)
 
 
 @needs_torchao

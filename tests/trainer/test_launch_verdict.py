@@ -135,3 +135,26 @@ def test_a_pod_reports_one_cause(case: Case):
     if case.output:
         assert failure is not None
         assert case.output in failure.message
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "stop_requested_at", "expected"),
+    [
+        (FailureClass.PREEMPTED, 1.0, 1.0),
+        (FailureClass.PREEMPTED, None, 3.0),
+        (FailureClass.PREEMPTED, 4.0, 3.0),
+        (FailureClass.DATA, 1.0, 3.0),
+    ],
+    ids=["requested here", "requested in another pod", "requested later here as well", "another failure"],
+)
+def test_a_stopped_pod_reports_the_time_of_the_request(
+    of_rank: FailureClass, stop_requested_at: float | None, expected: float
+):
+    failure = FailureReport(failure_class=of_rank, reason="Told", message="as it was", time=3.0)
+    reports = [TrainerReport(job="j", stage=Stage.TRAIN, rank=0, world_size=1, outcome="failed", failure=failure)]
+    end = End(1, stop_requested_at, "")
+    found = verdict(
+        "j", Stage.TRAIN, reports, end=end, ends={}, trouble=None, expected=1, world_size=1, seconds=1.0
+    ).failure
+    assert found is not None
+    assert (found.failure_class, found.time) == (of_rank, expected)

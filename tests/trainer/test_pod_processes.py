@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.evaluate import evaluate
 from finetune_trainer.inference.pod_processes import BatchShare, visible_gpus
-from finetune_trainer.inference.predict import predict
+from finetune_trainer.inference.predict import predict, worker_threads
+from finetune_trainer.inference.prediction_inputs import PredictionInputs
+from finetune_trainer.inference.tensor_group import WHOLE_MODEL
 from finetune_trainer.progress import NoProgress
 from process_support.command_lines import command_of
 from suite_plugins.patience import patient
@@ -173,11 +176,12 @@ def test_two_processes_evaluate_and_predict_like_one(task: str, job_of: Callable
         assert (paths.root / "samples.json").read_bytes() == samples
     if job.predict is None:
         return
-    predict(job, paths, NoProgress())
+    tokens = predict(job, paths, NoProgress()).get("generated_tokens")
     expected = paths.predictions_jsonl.read_bytes()
     paths.predictions_jsonl.unlink()
     code, report, output = end(*start(in_processes(job, 2), paths, Stage.PREDICT))
-    assert (code, report.metrics["rows"]) == (0, 101), output
+    assert (code, report.metrics["rows"], report.metrics.get("generated_tokens")) == (0, 101, tokens), output
+    assert (tokens is None) == ("tokens_per_second" not in report.metrics)
     assert paths.predictions_jsonl.read_bytes() == expected
     assert not list(paths.root.glob("predictions.parts*"))
 
@@ -273,6 +277,21 @@ def test_other_number_of_processes_than_planned_is_refused(job_of: Callable[...,
         assert (caught.value.failure_class, caught.value.reason) == (FailureClass.WORLD_SIZE, "WorldSizeMismatch")
         assert "1 " in caught.value.message
         assert "2 " in caught.value.message
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(20, 4), (200, 1)])
+def test_few_shards_leave_their_workers_the_threads_of_others(
+    rows: int, expected: int, tmp_path: Path, tiny_bert: Callable[..., Path]
+):
+    write_lines(tmp_path / "rows.jsonl", [row(at) for at in range(rows)])
+    source = {"uri": f"file://{tmp_path}/rows.jsonl", "columns": {"text": "text"}}
+    model = tiny_bert(tmp_path / "model", words=WORDS, labels=("bad", "good"))
+    predicts = {**INFERENCE, "dataset": source, "processes": 4}
+    body = {"name": "job", "task": "text-classification", "model": {"uri": f"file://{model}"}, "predict": predicts}
+    given = PredictionInputs.of(TrainerJob.model_validate(body), JobPaths(tmp_path / "job"), {}, WHOLE_MODEL)
+    assert worker_threads(given, 1) == expected
+    alone = TrainerJob.model_validate({**body, "predict": {**predicts, "processes": 1}})
+    assert worker_threads(replace(given, job=alone), 3) == 3
 
 
 def test_batches_are_dealt_out_each_once():

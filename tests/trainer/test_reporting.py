@@ -24,6 +24,7 @@ from finetune_trainer.model_card import write_model_card
 from finetune_trainer.reporting import (
     CONFUSION_FILE,
     SAMPLES_FILE,
+    merge_generation,
     merge_metrics,
     write_confusion,
     write_environment,
@@ -476,6 +477,15 @@ def test_sections_of_metrics_are_replaced_and_others_stay(tmp_path):
     assert merge_metrics(paths, {"train": {"a": 3}}) == {"train": {"a": 3}, "evaluate": {"accuracy": 0.5}}
     assert json.loads(paths.metrics.read_text()) == {"train": {"a": 3}, "evaluate": {"accuracy": 0.5}}
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.json"]
+
+
+def test_report_shows_generated_tokens_of_the_latest_run(paths):
+    merge_generation(paths, Stage.EVALUATE, {"generated_tokens": 5})
+    merge_generation(paths, Stage.PREDICT, {"generated_tokens": 12_345, "tokens_per_second": 67.89})
+    page = the_report(paths)
+    assert "Generatedtextsstagetokenstokens/sevaluate5predict12,34567.9" in "".join(page.text.split())
+    merge_generation(paths, Stage.PREDICT, {})
+    assert json.loads(paths.metrics.read_text())["generation"] == {"evaluate": {"generated_tokens": 5}}
 
 
 def test_damaged_metrics_are_an_error_and_stay(tmp_path):

@@ -327,10 +327,11 @@ def test_generated_text_equals_that_of_the_model_alone(llama, data, paths):
         predict={"device": "cpu", "batch_tokens": 256, "columns": ["text"]},
     )
     trained(job, paths)
-    predict(job, paths, NoProgress())
+    progress = Rates()
+    result = predict(job, paths, progress)
     model = AutoModelForCausalLM.from_pretrained(paths.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(paths.model)
-    rows = texts(14, 2)
+    rows, count = texts(14, 2), 0
     for row, answer in zip(rows, predictions(paths), strict=True):
         given = tokenizer(row["text"], return_tensors="pt")
         out = model.generate(**given, max_new_tokens=12, do_sample=False, pad_token_id=0)
@@ -338,6 +339,21 @@ def test_generated_text_equals_that_of_the_model_alone(llama, data, paths):
         assert answer["generated_text"] == tokenizer.decode(
             out[0, given["input_ids"].shape[1] :], skip_special_tokens=True
         )
+        count += sum(token not in tokenizer.all_special_ids for token in out[0, given["input_ids"].shape[1] :].tolist())
+    figures = {"generated_tokens": count, "tokens_per_second": result["tokens_per_second"]}
+    assert result.items() >= figures.items()
+    assert json.loads(paths.metrics.read_bytes())["generation"] == {"predict": figures}
+    assert progress.rates[-1] > 0
+
+
+class Rates(NoProgress):
+    """Records the rates of generated tokens."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def update(self, step: int, total: int, **values: float) -> None:
+        self.rates.append(values.get("tokens_per_second", 0.0))
 
 
 def test_beams_and_samples_follow_the_settings_and_are_reproducible(llama, data, paths):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import islice
 from pathlib import Path
@@ -83,7 +84,7 @@ def test_it_learns_and_is_judged_as_a_plain_loop_would(tmp_path, data, paths, ta
     assert found_losses[-1] < 0.7 * found_losses[0]
     measured = evaluate(job, paths, NoProgress())["evaluate"]
     predict(job, paths, NoProgress())
-    answers = predictions(paths)
+    answers, counted = predictions(paths), 0
 
     model = AutoModelForSeq2SeqLM.from_pretrained(paths.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(paths.model)
@@ -96,6 +97,13 @@ def test_it_learns_and_is_judged_as_a_plain_loop_would(tmp_path, data, paths, ta
             out = model.generate(**given, max_new_tokens=10, do_sample=False, num_beams=1)
         nlls += torch.nn.functional.cross_entropy(logits, labels[0], reduction="none").tolist()
         texts.append(tokenizer.decode(out[0], skip_special_tokens=True))
+        counted += sum(token not in tokenizer.all_special_ids for token in out[0].tolist())
+    generation = json.loads(paths.metrics.read_bytes())["generation"]
+    assert {stage: each["generated_tokens"] for stage, each in generation.items()} == {
+        "evaluate": counted,
+        "predict": counted,
+    }
+    assert all(each["tokens_per_second"] > 0 for each in generation.values())
     assert measured["loss"] == pytest.approx(np.mean(nlls), rel=1e-4)
     assert [each["generated_text"] for each in answers] == texts
     assert [each["id"] for each in answers] == list(range(20))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ import yaml
 from finetune_contract.choices import Stage
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import Progress, TrainerReport
-from finetune_operator.api.types import FineTuneJob
+from finetune_operator.api.types import FineTuneJob, ProgressStatus
 from finetune_operator.cli.display import Tail, duration, figures, latest
 from finetune_operator.cli.environment import trainer_environment
 from finetune_operator.cli.job_files import absolute_uri, read_inputs
+from finetune_operator.cli.jobview import figures as figures_of_status
 from finetune_operator.cli.workspace import (
     LOCAL_STAGES,
     BusyError,
     DifferentJobError,
+    bytes_to_predict,
     changed_after_training,
     check_same_job,
     finished,
@@ -51,6 +54,21 @@ def job(folder: Path, **changes: Any) -> FineTuneJob:
     inputs = read_inputs([str(file)])
     assert inputs.problems == ()
     return inputs.entries[0].job
+
+
+@pytest.mark.parametrize(
+    ("uri", "expected"),
+    [("rows.jsonl", 26), ("*.jsonl", 26), ("rows.parquet", None), ("missing.jsonl", None), (None, None)],
+)
+def test_bytes_to_predict_are_those_of_text_files(uri: str | None, expected: int | None, paths: JobPaths) -> None:
+    folder = paths.root.parents[1]
+    (folder / "rows.parquet").write_bytes(b"PAR1")
+    made = job(folder)
+    assert made.spec.dataset is not None
+    source = None if uri is None else made.spec.dataset.model_copy(update={"uri": f"file://{folder}/{uri}"})
+    predict = made.spec.predict and made.spec.predict.model_copy(update={"dataset": source})
+    spec = made.spec.model_copy(update={"predict": predict})
+    assert bytes_to_predict(made.model_copy(update={"spec": spec})) == expected
 
 
 @pytest.fixture
@@ -135,6 +153,43 @@ def test_stage_after_training_reruns_if_only_its_own_settings_change(
     changed = changed_after_training(paths, now)
     assert set(changed) == stages
     assert all(" was " in phrase for phrases in changed.values() for phrase in phrases)
+
+
+ROWS_TO_PREDICT: dict[str, Any] = {"predict": {"dataset": {"uri": "file://more.jsonl"}}}
+OF_PREDICT: dict[str, tuple[dict[str, Any], dict[str, Any], set[Stage]]] = {
+    "other rows": (ROWS_TO_PREDICT, {"predict": {"dataset": {"uri": "file://rows.jsonl"}}}, {Stage.PREDICT}),
+    "rows of their own": ({"predict": {}}, ROWS_TO_PREDICT, {Stage.PREDICT}),
+    "columns of rows of their own": (
+        ROWS_TO_PREDICT, {"predict": {**ROWS_TO_PREDICT["predict"], "columns": ["text"]}}, {Stage.PREDICT},
+    ),
+    "the prepared rows, which have other columns": (ROWS_TO_PREDICT, {"predict": {}}, set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "now", "stages"), OF_PREDICT.values(), ids=OF_PREDICT.keys())
+def test_rows_that_only_predict_reads_keep_the_results_of_other_stages(
+    before: dict[str, Any], now: dict[str, Any], stages: set[Stage], paths: JobPaths, tmp_path: Path
+) -> None:
+    (tmp_path / "more.jsonl").write_text('{"text": "c"}\n')
+    write_results(paths)
+    for stage in LOCAL_STAGES:
+        record_inputs(paths, job(tmp_path, evaluation={}, **before), stage)
+    changed = job(tmp_path, evaluation={}, **now)
+    assert set(changed_after_training(paths, changed)) == stages
+    check_same_job(paths, changed, [Stage.PREPARE, Stage.TRAIN, Stage.EVALUATE])
+    with pytest.raises(DifferentJobError):
+        check_same_job(paths, changed, [Stage.PREDICT])
+
+
+def test_changed_rows_to_predict_change_only_the_predictions(paths: JobPaths, tmp_path: Path) -> None:
+    (tmp_path / "more.jsonl").write_text('{"text": "c"}\n')
+    same = job(tmp_path, **ROWS_TO_PREDICT)
+    for stage in LOCAL_STAGES:
+        record_inputs(paths, same, stage)
+    assert changed_after_training(paths, same) == {}
+    (tmp_path / "more.jsonl").write_text('{"text": "another text"}\n')
+    [phrase] = changed_after_training(paths, same)[Stage.PREDICT]
+    assert "more.jsonl have changed" in phrase
 
 
 def test_generation_settings_affect_only_generated_results(paths: JobPaths, tmp_path: Path) -> None:
@@ -266,6 +321,15 @@ def test_stage_environment_drops_variables_of_other_launchers() -> None:
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
     }
+
+
+def test_progress_shows_tokens_per_second_of_generated_texts_alone() -> None:
+    values: dict[str, Any] = {"step": 30, "total_steps": 120, "samples_per_second": 33.3, "tokens_per_second": 1234.5}
+    assert figures(Progress(stage=Stage.PREDICT, **values, time=0)) == "row 30/120  33 samples/s  1,234 tokens/s"
+    assert figures(Progress(stage=Stage.TRAIN, **values, time=0)) == "step 30/120  33 samples/s"
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    assert figures_of_status(ProgressStatus(**values), now) == "step 30/120  33 samples/s  1,234 tokens/s"
+    assert "tokens/s" not in figures_of_status(ProgressStatus(**values, loss=0.5), now)
 
 
 def test_a_tail_gives_whole_lines_once_and_the_newest_progress_is_shown(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan, PlanRefused
 from finetune_operator.planning.summary import summarise
 from finetune_operator.reconcile.planned import plan_status
+from finetune_operator.rendering.sizes import stage_threads
 from planning_support.cases import BERT, job
 
 NODE = parse_hardware("gpu=H100,gpus=8,cpu=96,hostMemory=2Ti")
@@ -350,13 +351,15 @@ REFUSED: dict[str, tuple[str, ModelFacts, str, str]] = {
         "A10G",
         LLAMA_70B,
         "which takes 267.0 GiB of 22.5 GiB in fp32 and 134.2 GiB in bf16",
-        "leave it out, or use devices of more than 134.2 GiB",
+        "leave it out, or use devices of more than 134.2 GiB, or set spec.resources.gpusPerNode to 8: the GPUs of one "
+        "node hold the model",
     ),
     "bf16 would do": (
         "V100-16GB",
         LLAMA_3B,
         "which takes 16.5 GiB of 15.8 GiB in fp32, and V100-16GB does not compute in bf16",
-        "leave it out, or use devices of more than 16.5 GiB, or of 8.9 GiB that compute in bf16",
+        "leave it out, or use devices of more than 16.5 GiB, or of 8.9 GiB that compute in bf16, or set "
+        "spec.resources.gpusPerNode to 2: the GPUs of one node hold the model",
     ),
 }
 
@@ -371,6 +374,10 @@ def test_requested_evaluation_or_prediction_that_does_not_fit_is_refused(case: s
     assert problem.reason == "NotSupported"
     assert problem.rule == f"does not fit: one process with the whole model does it, {rule}"
     assert problem.hint == hint
+
+
+def test_gpus_of_the_hint_hold_the_model() -> None:
+    assert [devices for _, devices in pods(on_eight("A10G", LLAMA_70B))] == [8, 8]
 
 
 def test_inference_memory_is_weights_and_the_tensors_of_a_batch():
@@ -447,8 +454,8 @@ def test_workers_are_as_many_as_have_work_and_nodes(
 @pytest.mark.parametrize(
     ("workers", "machine", "count", "why"),
     [
-        (1, {}, None, None),
-        ("auto", {}, None, None),
+        (1, {"cpu_cores": 1}, None, None),
+        ("auto", {"memory_bytes": 3 << 30}, None, None),
         (3, {}, 3, "prediction by 3 processes on this machine, as asked: they share the rows and the cores"),
         (5, {}, 4, "prediction by 4 processes on this machine, and not 5: one for each core"),
         (4, {"memory_bytes": 5 << 30}, 2, "prediction by 2 processes on this machine, and not 4: each takes up to"),
@@ -474,6 +481,60 @@ def test_workers_are_processes_on_a_machine_without_a_cluster(
     assert why is None or reasons[0].startswith(why)
     rows = [row.value for row in summarise(made)[0].rows if row.label == "predict"]
     assert rows == ([f"{count} processes"] if count and count > 1 else [])
+
+
+def on_cores(data: DataFacts | None = None, facts: dict[str, Any] | None = None, **spec: Any) -> JobPlan:
+    """Plan a prediction of a classification on CPUs of a node with 4 cores."""
+    whole = {
+        "task": "text-classification",
+        "model": {"uri": "hf://google-bert/bert-base-uncased"},
+        "dataset": None,
+        "training": None,
+        "predict": {"dataset": {"uri": "hf://org/texts"}},
+        "resources": {"gpusPerNode": 0, "cpu": "4", "memory": "16Gi"},
+    }
+    return plan(job({**whole, **spec}), Facts(data=data, **facts or {}), CLUSTER_SETTINGS)
+
+
+TEST_ROWS: dict[str, Any] = {"predict": {}, "dataset": {"uri": "hf://org/texts"}}
+
+
+def counted(rows: int) -> DataFacts:
+    split = SplitFacts(rows=rows, tokens=128 * rows, longest=128)
+    return DataFacts(fingerprint="f", splits={"test": split}, max_length=128)
+
+
+UNKNOWN: dict[str, Any] = {"dataset": {"uri": "hf://org/texts"}}
+ON_CORES: dict[str, tuple[dict[str, Any], int, str | None]] = {
+    "unknown rows": ({}, 4, "one for each core"),
+    "little memory": ({"resources": {"gpusPerNode": 0, "cpu": "4", "memory": "5Gi"}}, 2, "and not 4: each takes up to"),
+    "memory for 3": ({"resources": {"gpusPerNode": 0, "cpu": "4", "memory": "8Gi"}}, 2, "and not 4: each takes up to"),
+    "many rows": ({"data": counted(100_000), **TEST_ROWS}, 4, "one for each core"),
+    "few rows": ({"data": counted(10), **TEST_ROWS}, 1, None),
+    "rows that prepare counts": (TEST_ROWS, 1, None),
+    "large file": ({"facts": {"predict_bytes": 1 << 30, "local": True}}, 4, "one for each core"),
+    "small file": ({"facts": {"predict_bytes": 1 << 10, "local": True}}, 1, None),
+    "no request for cores": ({"resources": {"gpusPerNode": 0}}, 1, None),
+    "no optimization": ({"predict": {**UNKNOWN, "optimization": "none"}}, 1, None),
+    "several pods": ({"predict": {**UNKNOWN, "workers": 3}}, 1, None),
+    "generated texts": ({"task": "text-generation"}, 1, None),
+}
+"""Changes of `on_cores`, processes, and a part of their reason."""
+
+
+@pytest.mark.parametrize("case", ON_CORES)
+def test_auto_predicts_by_one_process_for_each_core(case: str) -> None:
+    given, count, why = ON_CORES[case]
+    made = on_cores(**given)
+    assert made.trainer.inference(Stage.PREDICT).processes == count
+    reasons = [reason for reason in made.reasons if "processes that share the rows" in reason]
+    assert len(reasons) == (why is not None)
+    assert why is None or why in reasons[0]
+
+
+def test_processes_on_cores_share_the_threads_of_a_pod() -> None:
+    made = on_cores()
+    assert (stage_threads(made, Stage.PREDICT), stage_threads(made, Stage.PREPARE)) == (1, 4)
 
 
 def test_workers_on_a_machine_with_gpus_are_at_most_one_for_each() -> None:

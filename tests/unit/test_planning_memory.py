@@ -16,6 +16,7 @@ from finetune_operator.planning.architectures import ARCHITECTURES, model_facts
 from finetune_operator.planning.exchange_memory import FP8_ROUNDING_BYTES, gathered_bytes
 from finetune_operator.planning.memory import CPU_PROCESS_BYTES, estimate
 from finetune_operator.planning.memory_workload import Workload, activation_bytes_per_token, largest_layer
+from finetune_operator.planning.plan_types import MemoryTerm
 from finetune_operator.planning.state_memory import SUB_GROUP_ELEMENTS, ModelStates, model_states
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -335,6 +336,22 @@ def test_fp8_needs_the_memory_of_bf16_and_room_to_round_a_tensor():
             assert terms.pop("rounding to fp8").bytes == 12 * elements
             assert terms.keys() == plain.keys()
             assert all(terms[name] == plain[name] for name in terms if name != "allocator")
+
+
+def test_fsdp_holds_gathered_layers_in_fp8_in_one_byte_a_weight():
+    layers = {"up": LinearWidths(inputs=48 * 1024, outputs=48 * 4096, weights=48 * 1024 * 4096)}
+    model = model_of(1_000_000_000).model_copy(update={"linear_layers": layers, "layers": 48})
+
+    def terms(precision: Any, processes: int = 8) -> dict[str, MemoryTerm]:
+        world = World(nodes=1, processes_per_node=processes, device="cuda", threads_per_process=1)
+        made = work(model, Strategy(name="fsdp"), precision=precision, world=world)
+        return {term.name: term for term in estimate(made, 80 * GIB).terms}
+
+    plain, rounded = terms("bf16"), terms("fp8")
+    assert plain["gathered blocks"].bytes - rounded["gathered blocks"].bytes in (1024 * 4096, 2 * 1024 * 4096)
+    assert rounded["gathered blocks"].formula.endswith("x 4,194,304 in fp8")
+    # torchao cannot gather shards of different sizes.
+    assert terms("fp8", 6)["gathered blocks"] == terms("bf16", 6)["gathered blocks"]
 
 
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(512, 256, 1024), (512, 1024, 256), (48, 256, 1024)])

@@ -585,6 +585,38 @@ def test_fp8_is_estimated_faster_than_bf16_only_when_compiled():
     assert 1.3 < seconds("fp8") / seconds("bf16") < 1.6
 
 
+FSDP_FULL = {"strategy": "fsdp", "activationCheckpointing": "full"}
+
+
+def compile_advice(**changes: Any) -> list[str]:
+    """Return the plan's reasons on torch.compile for a decoder on 8 GPUs, with these changes of the spec."""
+    training = {"precision": "bf16", "globalBatchSize": 64, "maxSteps": 5000, **changes.pop("training", {})}
+    hardware = changes.pop("hardware", EIGHT_H100)
+    spec = {**SEQUENCE, "training": training, "parallelism": FSDP_FULL, "resources": {"gpusPerNode": 4}, **changes}
+    made = planned(spec, hardware=hardware, model=gpt(4096, 32, 32), data=None)
+    return [reason for reason in made.reasons if "torch.compile is off" in reason]
+
+
+def test_plan_names_the_time_that_torch_compile_would_save():
+    (reason,) = compile_advice()
+    assert re.search(r"torch_compile: true would take [\d.]+ m?s a step instead of [\d.]+ m?s, .* less in all", reason)
+    assert "it has not been tried on a GPU" in reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"training": {"arguments": {"torch_compile": True}}}, id="requested"),
+        pytest.param({"training": {"arguments": {"torch_compile": False}}}, id="declined"),
+        pytest.param({"training": {"precision": "fp32"}}, id="fp32"),
+        pytest.param({"training": {"maxSteps": 10}}, id="too few steps to win its time back"),
+        pytest.param({"parallelism": {"strategy": "ddp", "tensor": 4}}, id="split layers"),
+    ],
+)
+def test_plan_gives_no_advice_where_compilation_is_decided_or_wins_nothing(changes):
+    assert compile_advice(**changes) == []
+
+
 # ---------------------------------------------------------------------------------------------------------------- batch
 
 

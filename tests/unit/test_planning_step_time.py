@@ -171,6 +171,22 @@ def test_fsdp_gathers_half_a_byte_of_each_packed_weight():
     assert time_of_step(packed, on).sending < 0.4 * time_of_step(whole, on).sending
 
 
+def test_fsdp_gathers_layers_in_fp8_in_one_byte_a_weight():
+    def step_of(precision: Any, name: Any = "fsdp") -> StepWork:
+        return work(EIGHT_BILLION, Strategy(name=name), precision, (1, 1, 128), world=8, compiled=True)
+
+    rounded = sum(each.weights for each in EIGHT_BILLION.linear_layers.values())
+    assert rounded > 0.85 * EIGHT_BILLION.parameters
+    assert step_of("fp8").held_bytes(2) - step_of("fp8").gathered_bytes(8) == rounded
+    # 24 processes divide no layer's rows evenly, and ddp gathers nothing.
+    assert step_of("fp8").gathered_bytes(24) == step_of("bf16").gathered_bytes(8) == step_of("bf16").held_bytes(2)
+    assert step_of("fp8", "ddp").gathered_bytes(8) == step_of("fp8").held_bytes(2)
+    slow = Machine(1, 8, half_flops=1e24, fp32_flops=1e24, memory=0, link=1e3, network=1e3, host=1e9, cores_per_node=64)
+    seconds = {precision: time_of_step(step_of(precision), slow).sending for precision in ("bf16", "fp8")}
+    # Two gathers of 1 byte for each weight in place of 2, and a reduction of 4.
+    assert seconds["fp8"] / seconds["bf16"] == pytest.approx((8 - 2 * rounded / EIGHT_BILLION.parameters) / 8, rel=0.01)
+
+
 def test_a_loss_in_chunks_computes_the_products_of_the_head_twice():
     whole, chunked = (step(Strategy(name="fsdp"), (8, 1, 4096), chunked_loss=chunked) for chunked in (False, True))
     head = EIGHT_BILLION.vocabulary_size * EIGHT_BILLION.hidden_size

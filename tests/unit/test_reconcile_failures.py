@@ -244,6 +244,34 @@ CASES = {
         ),
         ("Preempted", "PodDeleted", Remedy.FREE, "pod-1"),
     ),
+    "pods deleted in one second that also end in one second": Case(
+        (
+            pod(0, ended=ended(143, 12, reported=FailureClass.PREEMPTED, at=T0 + 10.4), deleting_since=after(10)),
+            pod(1, ended=ended(143, 12, reported=FailureClass.PREEMPTED, at=T0 + 10.1), deleting_since=after(10)),
+        ),
+        ("Preempted", "PodDeleted", Remedy.FREE, "pod-1"),
+    ),
+    "pods deleted in one second, one of which is gone without an end": Case(
+        (
+            pod(0, ended=ended(143, 12, reported=FailureClass.PREEMPTED, at=T0 + 10.4), deleting_since=after(10)),
+            pod(1, phase="Running", deleted=True, deleting_since=after(10)),
+        ),
+        ("Preempted", "PodDeleted", Remedy.FREE, "pod-1"),
+    ),
+    "a pod that is gone, and that no event showed as being deleted": Case(
+        (
+            pod(0, ended=ended(143, 12, reported=FailureClass.PREEMPTED, at=T0 + 10.4)),
+            pod(1, phase="Running", deleted=True),
+        ),
+        ("Preempted", "PodDeleted", Remedy.FREE, "pod-1"),
+    ),
+    "a pod that is gone at an unknown time may have followed a failure": Case(
+        (
+            pod(0, ended=ended(150, 12, reported=FailureClass.COLLECTIVE, at=T0 + 10.4)),
+            pod(1, phase="Running", deleted=True),
+        ),
+        ("CollectiveFailed", "Told", Remedy.FREE, "pod-0"),
+    ),
     "a pod that was removed by force": Case(
         (
             pod(0, ended=ended(150, 13, reported=FailureClass.COLLECTIVE, at=T0 + 12)),

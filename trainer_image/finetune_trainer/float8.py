@@ -10,6 +10,9 @@ torchao does the arithmetic; it is imported where a job asks for it. Not convert
 - layers with a side that is no multiple of 16, for which there is no instruction;
 - GPT-2's Conv1D, for which torchao has no form.
 
+FSDP gathers the weights of these layers in fp8, rounded before they are sent: half of the bytes of bf16, and the layers
+would round them anyway. Their scales come from one all-reduce after each step of the optimizer. Shards stay in fp32.
+
 State dicts have the ordinary model's names and weights, so checkpoints and saved models do not depend on fp8.
 """
 
@@ -19,10 +22,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from finetune_contract.choices import Device
 from finetune_contract.facts import FP8_FROM
@@ -64,8 +68,26 @@ class InFloat8:
         _expect(not odd, f"{len(odd)} layers are in another precision than planned, e.g. {odd[:1]}")
         for name in self.layers:
             layer: Any = model.get_submodule(name)
-            _expect(layer.config == _recipe(), f"{name} rounds as in {layer.config}")
+            gathers = layer.config.enable_fsdp_float8_all_gather
+            _expect(replace(layer.config, enable_fsdp_float8_all_gather=False) == _recipe(), _rounding(name, layer))
             _expect(layer.weight.dtype == torch.float32, f"the weight of {name} is stored in {layer.weight.dtype}")
+            expected = "fp8" if gathers else "bf16"
+            found = f"the weight of {name} is not gathered in {expected}, as its layer is set"
+            _expect(gathered_in_float8(layer.weight) == gathers, found)
+
+    def scale_weights(self, model: nn.Module) -> None:
+        """Compute the scales of all weights that FSDP gathers in fp8, with one all-reduce, after the weights have
+        changed. Every rank must call it. Weights in host memory are left out: each gather takes their scales.
+        """
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        weights = (cast(torch.Tensor, model.get_submodule(name).weight) for name in self.layers)
+        if any(isinstance(each, DTensor) and each.device_mesh.device_type == each.device.type for each in weights):
+            precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def _rounding(name: str, layer: Any) -> str:
+    return f"{name} rounds as in {layer.config}"
 
 
 def _expect(holds: bool, found: str) -> None:
@@ -135,6 +157,46 @@ def convert(model: nn.Module) -> InFloat8:
     # By identity and not by name: a layer with two names is converted under both.
     convert_to_float8_training(model, config=_recipe(), module_filter_fn=lambda module, name: id(module) in chosen)
     return InFloat8(tuple(sorted(_names(model, Float8Linear))), left)
+
+
+def gather_in_float8(module: nn.Module, ranks: int) -> None:
+    """Make FSDP gather the weights of the layers of `module` that multiply in fp8 in that type. Call it before `module`
+    is sharded over `ranks` processes, with its weights on their device in fp32.
+
+    torchao 0.18 cannot gather shards of different sizes: a weight whose rows `ranks` does not divide is gathered as the
+    others of the model are.
+    """
+    from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    # Layers that share a weight keep sharing it.
+    rounded: dict[nn.Parameter, nn.Parameter] = {}
+    for layer in module.modules():
+        if not isinstance(layer, Float8Linear) or isinstance(layer.weight, DTensor) or layer.out_features % ranks:
+            continue
+        weight, config = layer.weight, replace(layer.config, enable_fsdp_float8_all_gather=True)
+        if weight not in rounded:
+            gathered = WeightWithDynamicFloat8CastTensor(
+                weight.detach(), layer.linear_mm_config, config.cast_config_weight.target_dtype
+            )
+            rounded[weight] = nn.Parameter(gathered, requires_grad=weight.requires_grad)
+        layer.config, layer.weight = config, rounded[weight]
+
+
+def gathered_in_bf16(model: nn.Module) -> tuple[str, ...]:
+    """Return the layers of `model` that multiply in fp8 and whose weights FSDP gathers in bf16."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    layers = ((name, cast(torch.Tensor, model.get_submodule(name).weight)) for name in _names(model, Float8Linear))
+    return tuple(sorted(name for name, weight in layers if not gathered_in_float8(weight)))
+
+
+def gathered_in_float8(weight: torch.Tensor) -> bool:
+    """Return whether FSDP gathers `weight`, sharded or not yet, in fp8."""
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    return isinstance(local, WeightWithDynamicFloat8CastTensor)
 
 
 def refuse_without_layers(model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from finetune_contract import charts
 from finetune_contract.byte_text import human_bytes
 from finetune_contract.charts import Share, shares, training_charts
+from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.report import TimePart, TimeSplit, shortened
@@ -71,6 +72,22 @@ def merge_metrics(paths: JobPaths, section: Mapping[str, Any], *, without: Colle
     merged = {**{name: value for name, value in found.items() if name not in without}, **section}
     write_atomically(paths.metrics, json.dumps(merged, indent=2, ensure_ascii=False) + "\n")
     return merged
+
+
+GENERATION = "generation"
+"""Section of metrics.json: stage -> number of generated tokens, and their rate."""
+
+
+def merge_generation(paths: JobPaths, stage: Stage, figures: Mapping[str, float]) -> None:
+    """Replace a stage's entry in the section `generation` of metrics.json; without `figures`, delete that of an earlier
+    run.
+    """
+    before = (_read_json(paths.metrics) or {}).get(GENERATION, {})
+    after = {name: found for name, found in before.items() if name != stage}
+    if figures:
+        after[str(stage)] = dict(figures)
+    if after != before:
+        merge_metrics(paths, {GENERATION: after} if after else {}, without=[GENERATION])
 
 
 def write_samples(paths: JobPaths, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -221,6 +238,7 @@ def write_report(
             labels=[(shortened(name, _SHOWN_LABEL), f"{count:,}") for name, count in label_counts[:_LABELS]],
             more_labels=len(label_counts[_LABELS:]),
             computed_in=metrics.get("evaluate", {}).get("computed_in"),
+            generation=_generation_rows(metrics.get(GENERATION, {})),
             run=_run_rows(metrics.get("train", {})),
             confusion=parts.confusion_shown(_read_json(paths.root / CONFUSION_FILE)),
             examples=parts.examples_shown(job, facts, samples),
@@ -300,6 +318,14 @@ def _worst_metric(rung: Mapping[str, Any]) -> str:
     if worse is None:
         return ""
     return f"{rung['metric']} {worse:.4f} worse" if worse > 0 else "none worse"
+
+
+def _generation_rows(figures: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str, str]]:
+    """Return stage, generated tokens, and tokens per second."""
+    return [
+        (stage, f"{each['generated_tokens']:,}", f"{rate:,.1f}" if (rate := each.get("tokens_per_second")) else "")
+        for stage, each in figures.items()
+    ]
 
 
 _DETAILS = frozenset({"time", "peak_memory_bytes_by_rank", "measured", "plan_check", "planned"})

@@ -66,6 +66,8 @@ def figures(progress: Progress) -> str:
         parts.append(f"loss {progress.loss:.3f}")
     if progress.samples_per_second:
         parts.append(f"{progress.samples_per_second:,.0f} samples/s")
+    if progress.tokens_per_second and progress.stage is not Stage.TRAIN:
+        parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
     if progress.remaining_seconds is not None and progress.step < progress.total_steps:
         parts.append(f"{duration(progress.remaining_seconds)} left")
     return "  ".join(parts)

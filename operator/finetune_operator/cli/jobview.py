@@ -273,6 +273,8 @@ def figures(progress: ProgressStatus, now: datetime) -> str:
         parts.append(f"loss {progress.loss:.3f}")
     if progress.samples_per_second:
         parts.append(f"{progress.samples_per_second:,.0f} samples/s")
+    if progress.tokens_per_second and progress.loss is None:  # of generated texts, not of a training
+        parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
     if progress.remaining_seconds is not None and (progress.percent or 0) < 100:
         parts.append(f"{human_seconds(progress.remaining_seconds)} left")
     reported = progress.last_update_time

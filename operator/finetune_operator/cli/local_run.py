@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from finetune_operator.cli.stage_selection import check_hub, check_inputs, stage
 from finetune_operator.cli.workspace import (
     FAILURE_FILE,
     LOCAL_STAGES,
+    bytes_to_predict,
     finished,
     locked,
     move_earlier_results,
@@ -104,7 +106,13 @@ def planned_run(request: RunRequest) -> tuple[JobPlan, dict[Stage, str]]:
 def _facts(request: RunRequest, keep_data: bool) -> Facts:
     measured = measure(request.job) if request.measure else Measured(None, own_hardware())
     data = prepared_facts(request.paths, request.job) if keep_data else None
-    return Facts(model=measured.model, data=data, hardware=free_part(measured.hardware), local=True)
+    return Facts(
+        model=measured.model,
+        data=data,
+        hardware=free_part(measured.hardware),
+        local=True,
+        predict_bytes=bytes_to_predict(request.job),
+    )
 
 
 def note_fewer_processes(job: FineTuneJob, planned: JobPlan) -> None:
@@ -269,8 +277,7 @@ class _Run:
         data = read_data_facts(self._paths)
         for text in data.notes if data else ():
             display.log(f"prepare: {text}")
-        facts = Facts(model=self._facts.model, data=data, hardware=self._facts.hardware, local=True)
-        new_plan = plan(self._request.job, facts, self._request.settings)
+        new_plan = plan(self._request.job, replace(self._facts, data=data), self._request.settings)
         changed = plan_changes(self._result.plan, new_plan)
         self._result.plan = new_plan
         _write(self._paths, new_plan, files(new_plan))

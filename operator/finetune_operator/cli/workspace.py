@@ -36,8 +36,8 @@ AFTER_TRAINING = (Stage.EVALUATE, Stage.PREDICT)
 """Stages that change nothing on which another stage depends."""
 _OWN_BLOCKS = ("spec.evaluation", "spec.predict", "spec.generation")
 """Blocks of fields that stages of AFTER_TRAINING read."""
-_PREPARED_FIELDS = ("spec.predict.dataset", "spec.predict.columns")
-"""Fields among them that prepare also reads."""
+_PREDICT_DATASET = "spec.predict.dataset"
+"""Field of the data that only predict reads; without it, prepare copies the columns of the predictions."""
 INPUTS_FILE = "inputs.json"
 FAILURE_FILE = "failure.json"
 FILES_FIELD = "files of "
@@ -101,8 +101,6 @@ def inputs_of(job: FineTuneJob, stage: Stage) -> Inputs:
     spec = job.spec
     parts: dict[str, Any] = {"task": spec.task, "model": spec.model, "dataset": spec.dataset}
     parts["preparation"] = spec.preparation.model_copy(update={"engine": "auto", "workers": 1})
-    if spec.predict is not None and spec.predict.dataset is not None:
-        parts["predict.dataset"] = spec.predict.dataset
     if spec.training is not None:
         parts["training.seed"] = spec.training.seed
     if spec.script is not None:
@@ -124,7 +122,8 @@ def inputs_of(job: FineTuneJob, stage: Stage) -> Inputs:
         for path, part in parts.items()
     }
     uris = [spec.dataset.uri if spec.dataset else None]
-    uris += [spec.predict.dataset.uri if spec.predict and spec.predict.dataset else None]
+    if stage is Stage.PREDICT and spec.predict is not None and spec.predict.dataset is not None:
+        uris.append(spec.predict.dataset.uri)
     files = {f"{FILES_FIELD}{uri}": _files_behind(uri) for uri in uris if uri and uri.startswith("file://")}
     # Through JSON, so that values have the same types as in a record.
     flat: Inputs = json.loads(json.dumps(dict(_flat(plain)) | files))
@@ -137,6 +136,21 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from _flat(inner, f"{prefix}{key}.")
         elif inner is not None:
             yield f"{prefix}{key}", inner
+
+
+_TEXT_FILES = (".csv", ".json", ".jsonl", ".tsv", ".txt")
+"""Endings of files whose bytes are about those of their rows; others are compressed."""
+
+
+def bytes_to_predict(job: FineTuneJob) -> int | None:
+    """Return the bytes of the rows of `predict.dataset`; None unless they are text files of this machine."""
+    predict = job.spec.predict
+    if predict is None or predict.dataset is None or not predict.dataset.uri.startswith("file://"):
+        return None
+    files = _files_behind(predict.dataset.uri)
+    if not files or not all(name.endswith(_TEXT_FILES) for name, _, _ in files):
+        return None
+    return sum(size for _, size, _ in files)
 
 
 def _files_behind(uri: str) -> list[tuple[str, int, int]]:
@@ -226,13 +240,18 @@ def changed_after_training(paths: JobPaths, job: FineTuneJob) -> dict[Stage, lis
             continue
         earlier, now = record[stage.value], inputs_of(job, stage)
         changed = [field for field in {**earlier, **now} if earlier.get(field) != now.get(field)]
-        if changed and all(_is_own(field) for field in changed):
+        if changed and all(_is_own(field, earlier, now) for field in changed):
             found[stage] = differences(earlier, now)
     return found
 
 
-def _is_own(field: str) -> bool:
-    return field.startswith(_OWN_BLOCKS) and not field.startswith(_PREPARED_FIELDS)
+def _is_own(field: str, earlier: Inputs, now: Inputs) -> bool:
+    """Return whether no stage before reads the field."""
+    data, before = (inputs.get(f"{_PREDICT_DATASET}.uri") for inputs in (now, earlier))
+    if field.startswith((_PREDICT_DATASET, "spec.predict.columns")):
+        return data is not None
+    files = {f"{FILES_FIELD}{uri}" for uri in (data, before) if uri != now.get("spec.dataset.uri")}
+    return field.startswith(_OWN_BLOCKS) or field in files
 
 
 def prepared_facts(paths: JobPaths, job: FineTuneJob) -> DataFacts | None:

@@ -52,6 +52,8 @@ def rounding_memory(work: Workload) -> MemoryTerm | None:
         return None
     model, tensor = work.model, work.strategy.tensor
     layer = (largest_linear(model) or model.hidden_size * model.intermediate_size) // tensor
+    if work.rounded:
+        layer //= work.shards  # each process rounds its shard before it is gathered
     # `inputs` and `outputs` are sums over the n layers of a name: n i o / n o = i.
     counted = [each for each in model.linear_layers.values() if each.weights]
     sides = [each.weights // side for each in counted for side in (each.inputs, each.outputs)]
@@ -95,10 +97,13 @@ def gathered_weights(work: Workload, moment: Moment) -> MemoryTerm | None:
         blocks = 2 if moment in ("forward", *BACKWARD) else 1
         if work.strategy.fsdp_sharding == "grad-op":
             blocks = model.layers
-        packed = work.four_bit // model.layers
-        block = int(max(0, model.block_parameters - packed) * padding_factor(work)) // tensor
+        packed, rounded = work.four_bit // model.layers, work.rounded // model.layers // tensor
+        block = int(max(0, model.block_parameters - packed) * padding_factor(work)) // tensor - rounded
         size, words = width * (root + blocks * block), f"{width} x ({root:,} of embeddings and head + {blocks} x "
         words += f"{block:,} of a block)"
+        if rounded:
+            size += blocks * rounded
+            words += f" + {blocks} x {rounded:,} in fp8"
         if packed:
             size += int(PACKED_BYTES * blocks * packed)
             words += f" + {PACKED_BYTES} x {blocks} x {packed:,} in 4 bits"

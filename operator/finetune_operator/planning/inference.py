@@ -23,6 +23,8 @@ from finetune_operator.planning.inference_memory import inference_need, process_
 from finetune_operator.planning.inference_processes import pod_devices
 from finetune_operator.planning.vllm_plan import by_vllm, check_vllm_memory
 
+MOST_GPUS_OF_NODE = 16
+"""Most GPUs of a node that hints suggest: those of an a2-megagpu-16g of Google Cloud."""
 UNREAD_SLACK = 1.25
 """Factor by which an unread model may exceed the memory before it is refused: its size follows from its name, and a
 batch that does not fit after all is halved.
@@ -176,8 +178,18 @@ def check_inference(draft: Draft) -> Draft:
         if room.fits():
             continue
         hint = f"leave it out, or use {need.enough(draft)}"
+        if path != "endpoint" and (count := _enough_gpus(draft)) is not None:
+            hint += f", or set spec.resources.gpusPerNode to {count}: the GPUs of one node hold the model"
         draft = draft.refusing((path,), None, f"does not fit: {need.rule(draft)}", hint, "NotSupported")
     return draft
+
+
+def _enough_gpus(draft: Draft) -> int | None:
+    """Return the least GPUs of a node that hold the model together; None on CPUs, and if no usual node has as many."""
+    if draft.inference_device == "cpu":
+        return None
+    counts = range(pod_devices(draft) + 1, MOST_GPUS_OF_NODE + 1)
+    return next((count for count in counts if inference_need(draft, count).fits()), None)
 
 
 def _own_memory(draft: Draft) -> bool:

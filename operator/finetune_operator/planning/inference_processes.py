@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from finetune_contract.byte_text import human_bytes
-from finetune_contract.choices import WRITING_TASKS, Stage
+from finetune_contract.choices import RUNG_TASKS, WRITING_TASKS, Stage
 from finetune_contract.plans import tensor_families
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.types import PredictSpec
@@ -29,7 +29,10 @@ WORKER_SECONDS = 300
 """Least seconds of work for a worker with `predict.workers: auto`: a pod starts and loads a model in 20 to 60 s."""
 PROCESS_SECONDS = 60
 """Least seconds of work for each of several processes of a pod: a process loads libraries and a model in about as many.
+On CPUs: least seconds for one process with all cores, of which several take about half.
 """
+BYTES_PER_TOKEN = 4
+"""Bytes of a text file for one token: 4 to 5 for English text with subword tokens, its markup left out."""
 
 
 def choose_workers(draft: Draft) -> Draft:
@@ -115,8 +118,9 @@ def choose_processes(draft: Draft) -> Draft:
     """Choose the processes of one pod that evaluates or predicts. It makes no difference to the result.
 
     One for each GPU of a pod, or for each group of GPUs that holds a model, but no more than the host memory holds
-    while they load their models, and than have `PROCESS_SECONDS` of work each, if the rows are known. Of several pods
-    that predict, each has one process. Without a cluster `predict.workers` is the number of processes that predict.
+    while they load their models, and than have `PROCESS_SECONDS` of work each, if the rows are known. On CPUs: see
+    `_processes_on_cores`. Of several pods that predict, each has one process. Without a cluster `predict.workers` is
+    the number of processes that predict.
     """
     if draft.script is not None:
         return draft
@@ -124,6 +128,8 @@ def choose_processes(draft: Draft) -> Draft:
     asked = requested_processes(draft.spec.predict) if draft.local else None
     if asked is not None and Stage.PREDICT in draft.stages:
         draft = _processes_here(draft, asked, groups)
+    elif draft.inference_device == "cpu":
+        draft = _processes_on_cores(draft)
     if groups == 1:
         return draft
     each = _bytes_of_process(draft)
@@ -144,6 +150,39 @@ def choose_processes(draft: Draft) -> Draft:
             _processes_reason("prediction", draft, there, count, draft.inference.predict_tensor)
         )
     return draft
+
+
+def _processes_on_cores(draft: Draft) -> Draft:
+    """Choose one process for each core to predict on CPUs with `predict.optimization: auto`, but no more than the
+    memory holds; one process if it ends soon, or if prepare has yet to count the rows.
+
+    Threads of one process wait for each other in each layer: on 2 busy cores a row of MiniLM takes 17.4 ms of CPU time
+    with 2 threads, and 7.7 ms with one; with OpenVINO 7.9 and 7.7 ms (tests/benchmarks/predict_threads.py).
+    """
+    predict, cores = draft.spec.predict, draft.hardware.cpu_cores
+    if predict is None or Stage.PREDICT not in draft.stages or predict.optimization != "auto":
+        return draft
+    alone = draft.inference.predict_workers == 1 and draft.inference.predict_engine == "job"
+    # Without a request, a pod may get fewer cores than its node has.
+    known_cores = draft.local or draft.spec.resources.cpu is not None
+    counted = predict.dataset is not None or draft.data is not None
+    if draft.spec.task not in RUNG_TASKS or not (alone and known_cores and counted):
+        return draft
+    seconds = _seconds_to_predict(draft)
+    if cores == 1 or (seconds is not None and seconds < PROCESS_SECONDS):
+        return draft
+    each = _bytes_of_process(draft)
+    held = min(cores, draft.hardware.memory_bytes // each)
+    if held < 2:
+        return draft
+    # With memory for 3 on 4 cores, 2 processes with 2 threads use all of them.
+    count = max(range(2, held + 1), key=lambda several: (cores // several * several, several))
+    why = "one for each core"
+    if count < cores:
+        why = f"and not {cores}: each takes up to {human_bytes(each)} of {human_bytes(draft.hardware.memory_bytes)}"
+    return draft.with_inference(predict_processes=count).because(
+        f"prediction by {count} processes that share the rows (spec.predict.optimization is auto), {why}"
+    )
 
 
 def requested_processes(predict: PredictSpec | None) -> int | None:
@@ -231,9 +270,15 @@ def _seconds_to_predict(draft: Draft) -> float | None:
     generated text is not known.
     """
     predict = decided(draft.spec.predict)
-    if predict.dataset is not None or draft.spec.task in WRITING_TASKS:
+    if draft.spec.task in WRITING_TASKS:
         return None
-    return _seconds_of_rows(draft, draft.inference.predict_tensor)
+    if predict.dataset is None:
+        return _seconds_of_rows(draft, draft.inference.predict_tensor)
+    count = draft.inputs.facts.predict_bytes
+    if count is None:
+        return None
+    tokens = count / BYTES_PER_TOKEN
+    return _seconds_of_tokens(draft, tokens, min(_USUAL_LENGTH, draft.length_limit), draft.inference.predict_tensor)
 
 
 def _seconds_to_evaluate(draft: Draft) -> float | None:
@@ -252,7 +297,16 @@ def _seconds_of_rows(draft: Draft, together: int) -> float | None:
     split = draft.data.splits.get("test") or draft.data.splits.get("validation")
     if split is None or not split.rows:
         return None
-    operations = forward_flops(draft.model, split.tokens, split.tokens / split.rows, tied_head(draft))
+    return _seconds_of_tokens(draft, split.tokens, split.tokens / split.rows, together)
+
+
+_USUAL_LENGTH = 128
+"""Tokens of a row that is not counted; the quadratic part of a forward pass is small at this length."""
+
+
+def _seconds_of_tokens(draft: Draft, tokens: float, length: float, together: int) -> float | None:
+    """Return the seconds in which one model reads `tokens` tokens in rows of about `length`; see `_seconds_of_rows`."""
+    operations = forward_flops(draft.model, tokens, length, tied_head(draft))
     if draft.hardware.gpu is None or draft.inference_device == "cpu":
         return operations / (draft.hardware.cpu_cores * CPU_FLOPS_PER_CORE * CPU_UTILISATION)
     gpu = find_gpu(draft.hardware.gpu.product, draft.settings.hardware)

@@ -22,6 +22,7 @@ from finetune_operator.planning.model_parallel_plan import (
     parameters_of_a_process,
     stepped_parameters,
 )
+from finetune_operator.planning.rounded_weights import rounded_weights
 
 LAYER_NORMS = 2
 """Inputs that a layer's two norms keep if each is one kernel; RMS norms are several, and keep more."""
@@ -154,6 +155,11 @@ class Workload:
     def four_bit(self) -> int:
         """Return the number of held weights that are in 4 bits."""
         return four_bit_weights(self.model, self.adapter)
+
+    @cached_property
+    def rounded(self) -> int:
+        """Return the number of weights of the whole model that FSDP gathers in fp8."""
+        return rounded_weights(self.model, self.strategy, self.precision, self.shards)
 
     @cached_property
     def narrow(self) -> int:

@@ -91,6 +91,8 @@ class Facts:
     """Commit of the model on the Hub when prepare read it; later stages use the same one."""
     local: bool = False
     """True if the job runs as processes of this machine, with launcher `local`."""
+    predict_bytes: int | None = None
+    """Size of the rows of `predict.dataset` in bytes; None unless they are text files of this machine."""
     served: tuple[LauncherName, ...] = BUILT_IN
     """Launchers whose kinds the cluster serves."""
     kserve: bool = False

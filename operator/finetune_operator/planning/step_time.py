@@ -154,7 +154,8 @@ def _sending(work: StepWork, machine: Machine, computing: float) -> float:
     if ranks == 1:
         return 0.0
     micros, split, share = work.accumulation, strategy.model_ranks, (ranks - 1) / ranks
-    held, trained = work.held_bytes(work.width) / split, work.trained / split
+    shards = machine.gpus_per_node if strategy.fsdp_sharding == "hybrid" else ranks
+    held, trained = work.gathered_bytes(shards) / split, work.trained / split
     last_backward = computing / micros * 2 / 3
     rate = machine.ring_rate
     if strategy.name == "fsdp" and strategy.pipeline is not None:

@@ -8,6 +8,7 @@ from finetune_contract.choices import OptimizerName, Precision
 from finetune_contract.facts import ModelFacts
 from finetune_contract.trainer_job import Strategy
 from finetune_operator.planning.adapter_sizes import PACKED_BYTES
+from finetune_operator.planning.rounded_weights import rounded_weights
 
 MATMUL_SHARE = 0.48
 """Share of the dense 16-bit peak in large matrix products of a step (`product_times` has the small ones). Calibration:
@@ -175,6 +176,13 @@ class StepWork:
     def held_bytes(self, width: int) -> float:
         """Return the bytes of one copy of all weights, those that are not in 4 bits with `width` bytes each."""
         return (self.model.parameters + self.added - self.four_bit) * width + PACKED_BYTES * self.four_bit
+
+    def gathered_bytes(self, ranks: int) -> float:
+        """Return the bytes of one copy of all weights as `ranks` processes gather them: those of layers in fp8 have
+        one.
+        """
+        rounded = rounded_weights(self.model, self.strategy, self.precision, ranks)
+        return self.held_bytes(self.width) - (self.width - 1) * rounded
 
     @property
     def slice(self) -> float:

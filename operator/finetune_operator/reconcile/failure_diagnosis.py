@@ -78,10 +78,14 @@ def _deleted(
 
     Controllers delete the other pods of a gang once one has failed, so the deletion has to precede the first failure.
     Times of deletions are whole seconds; a first report of class PREEMPTED proves the order without them. Of several
-    deleted in one second, the first to end is why the others had to.
+    deleted in one second, the cause is one that is gone without an end, else the first to report or to end: it is why
+    the others had to.
     """
+    reported = {one.name: failure.known_time for one, failure in reports}
     deletions = [
-        (pod.deleting_since, _end(pod), pod) for pod in pods if pod.deleting_since and pod.phase != "Succeeded"
+        (since, _order_of_deletions(pod, reported.get(pod.name)), pod)
+        for pod in pods
+        if pod.phase != "Succeeded" and (since := _deletion(pod)) is not None
     ]
     if not deletions:
         return None
@@ -90,10 +94,25 @@ def _deleted(
     first_failure = min(
         (one.known_time for _, one in reports), default=min((_end(one)[0] for one in failed), default=math.inf)
     )
-    if not preemption_reported and since.timestamp() + 1 > first_failure:
+    if not preemption_reported and since + 1 > first_failure:
         return None
     detail = next((f" {failure.message}" for reporting_pod, failure in reports if reporting_pod is pod), "")
     return _pod_deleted(pod, detail)
+
+
+def _deletion(pod: PodView) -> float | None:
+    """Return when the pod's deletion was requested; infinity: at an unknown time, as it is gone; None: it was not."""
+    if pod.deleting_since is not None:
+        return pod.deleting_since.timestamp()
+    return math.inf if pod.deleted and pod.ended is None else None
+
+
+def _order_of_deletions(pod: PodView, reported: float | None) -> tuple[float, str]:
+    """Return the sort key among pods deleted in one second; `reported`: time of the pod's report."""
+    if pod.deleted and pod.ended is None:
+        return -math.inf, pod.name
+    end, name = _end(pod)
+    return end if reported is None else reported, name
 
 
 def _pod_deleted(pod: PodView, detail: str) -> Cause:

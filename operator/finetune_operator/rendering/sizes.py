@@ -67,7 +67,8 @@ def stage_threads(plan: JobPlan, stage: Stage) -> int:
         return plan.servers.threads
     if stage is Stage.TRAIN and world is not None:
         return world.threads_per_process
-    return max(1, plan.hardware.cpu_cores // max(1, plan.hardware.gpus_per_node))
+    sharing = max(1, plan.hardware.gpus_per_node, plan.trainer.inference(stage).processes)
+    return max(1, plan.hardware.cpu_cores // sharing)
 
 
 def stage_resources(

@@ -57,7 +57,7 @@ def test_deleted_pod_is_the_cause_and_the_attempt_resumes_at_its_step(disturbed:
     broken, *_ = disturbed.broken
     assert broken.failure_fields("class", "stage", "attempt", "pod", "node", "exitCode") == [
         "Preempted", "train", 1, broken.name(1), broken.node(1), 143,
-    ]  # fmt: skip
+    ], f"{broken.failure}\n{broken.pods}"  # fmt: skip
     assert broken.failure["hint"]
     # The Job deletes the other pod a second after the first has ended, and a log is deleted with its pod.
     assert broken.failure.get("logTail") or not broken.left

@@ -7,13 +7,16 @@ import os
 import socket
 import subprocess
 import sys
+from math import log
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from gpu_check.gpu_jobs import BY_MEMORY, SMALL, WAYS, size_of
+from gpu_check.gpu_baselines import BASELINES
+from gpu_check.gpu_baselines import train as train_baseline
+from gpu_check.gpu_jobs import BY_MEMORY, SMALL, WAYS, size_of, write_inputs
 from gpu_check.gpu_kernels import KERNELS
 from gpu_check.gpu_report import Result, SkippedError, as_markdown, checked
 from gpu_check.several_nodes import Nodes, together
@@ -55,6 +58,16 @@ def test_ways_to_train_are_measured_beside_their_plans(tmp_path: Path) -> None:
     page = (tmp_path / "gpu-check.md").read_text(encoding="utf-8")
     assert "| ddp | skipped |" in page
     assert "needs 2 GPUs" in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(BASELINES))
+def test_other_loops_train_on_the_same_rows(name: str, tmp_path: Path) -> None:
+    write_inputs(tmp_path, SMALL)
+    figures = train_baseline(name, tmp_path, SMALL, 0, patient(300))
+    assert min(figures["s a step"], figures["tokens/s"]) > 0
+    # Random words: a model without knowledge begins at the logarithm of the vocabulary.
+    assert all(0 < loss < 1.2 * log(SMALL.vocabulary) for loss in figures["first and last loss"])
 
 
 @pytest.mark.slow

@@ -28,13 +28,13 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.inference.optimization.choosing import Sample
 from finetune_trainer.inference.optimization.rung_protocol import Substitute
 from finetune_trainer.inference.pod_processes import BatchShare
-from finetune_trainer.inference.runner import REFUSED, Means, answers_of, follow
+from finetune_trainer.inference.runner import REFUSED, Means, answers_of, fitted_budgets, follow
 from finetune_trainer.inference.tensor_group import WHOLE_MODEL, WholeModel
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import NoProgress, ProgressSink
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.task_protocol import Answer, Coding, Labels
-from finetune_trainer.tasks.writing import WRITTEN
+from finetune_trainer.tasks.writing import WRITTEN, generated_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +65,8 @@ class ShardAnswers:
     bad_rows: tuple[BadRow, ...]
     truncated: int
     """Number of truncated rows."""
+    tokens: int = 0
+    """Number of generated tokens."""
 
 
 @dataclass(frozen=True)
@@ -83,21 +85,16 @@ class Answerer:
     """True if the model stays on its device and in evaluation mode."""
     group: WholeModel = WHOLE_MODEL
     """Processes that hold the model."""
+    batch_tokens: int | None = None
+    """Padded tokens of a batch that fit the memory of all processes of the group; None: those of `means`."""
 
     def answers(self, shard: RowShard, rows: ShardRows, progress: ProgressSink) -> ShardAnswers:
         """Return predictions for all rows that can be answered. StageError of the model, and DATA `MixedTypes` if rows
         that are readable one by one have no common type.
         """
         failures: dict[int, StageError] = {}
-
         inputs = self.encoder.task.inputs(self.requested.columns)
-
-        def encoded_of(chosen: Sequence[int]) -> tuple[pa.Table, FeatureSet, int]:
-            table = rows.checked(chosen, self._check)
-            features, truncated = self.encoder.features(table, inputs)
-            return table, features, truncated
-
-        kept, found = most_of(list(range(len(rows.numbers))), encoded_of, failures)
+        kept, found = self._encoded_rows(rows, failures)
         if found is None:
             return ShardAnswers(pa.table({}), _all_bad(rows, failures), 0)
         table, features, truncated = found
@@ -112,7 +109,22 @@ class Answerer:
         if refused:
             failures |= {kept[at]: error for at, error in refused.items()}
             whole = whole.filter(pa.array([at not in refused for at in range(split.rows)]))
-        return ShardAnswers(whole, _all_bad(rows, failures), truncated)
+        return ShardAnswers(whole, _all_bad(rows, failures), truncated, generated_tokens(answers))
+
+    def _encoded_rows(
+        self, rows: ShardRows, failures: dict[int, StageError]
+    ) -> tuple[Sequence[int], tuple[pa.Table, FeatureSet, int] | None]:
+        """Return the rows that can be encoded; and these, their features and the number of truncated ones. `failures`
+        gets the reasons of the others.
+        """
+        inputs = self.encoder.task.inputs(self.requested.columns)
+
+        def encoded_of(chosen: Sequence[int]) -> tuple[pa.Table, FeatureSet, int]:
+            table = rows.checked(chosen, self._check)
+            features, truncated = self.encoder.features(table, inputs)
+            return table, features, truncated
+
+        return most_of(list(range(len(rows.numbers))), encoded_of, failures)
 
     def _encoded(self, table: pa.Table, rows: Sequence[int], inputs: Mapping[str, str]) -> FeatureSet:
         return self.encoder.features(table.take(pa.array(rows, pa.int64())), inputs)[0]
@@ -212,7 +224,29 @@ class Answerer:
             seed=seed,
             settled=self.settled,
             share=BatchShare(group=self.group),
+            budgets=() if self.batch_tokens is None else (self.batch_tokens,),
         )
+
+    def fitting_tokens(self, shards: Iterable[RowShard]) -> int:
+        """Return the padded tokens of a batch that fit the memory of all processes of the group, measured with rows of
+        the first shard that has any.
+        """
+        inputs = self.encoder.task.inputs(self.requested.columns)
+        for shard in shards:
+            kept, found = self._encoded_rows(shard.read(), {})
+            if kept and found is not None:
+                table, features, _ = found
+                (budget,) = fitted_budgets(
+                    Stage.PREDICT,
+                    self.job,
+                    self.model,
+                    self.split(table, features, inputs),
+                    batch_tokens=self.means.batch_tokens,
+                    tokenizer=self.encoder.coding.tokenizer,
+                    share=BatchShare(group=self.group),
+                )
+                return budget
+        return self.means.batch_tokens
 
     def follow(self) -> None:
         """Compute this process's part of the shards that the first process of the group answers."""

@@ -16,14 +16,24 @@ from finetune_trainer.inference.labelled_rows import labelled_split
 from finetune_trainer.inference.optimization.rung_protocol import ForwardPass
 from finetune_trainer.inference.optimization.served_rung import JUDGED_IN, judged_rung
 from finetune_trainer.inference.pod_processes import BatchShare, evaluation_share
-from finetune_trainer.inference.runner import Means, answers_of, follow, model_to_use, reference_model
+from finetune_trainer.inference.runner import (
+    Means,
+    answers_of,
+    fitted_budgets,
+    follow,
+    model_to_use,
+    reference_model,
+    settle,
+)
+from finetune_trainer.inference.token_rate import TokenRate, log_tokens
 from finetune_trainer.metric_names import refuse_unknown_metrics
 from finetune_trainer.model_card import write_model_card
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.report_parts import not_met
-from finetune_trainer.reporting import merge_metrics, write_confusion, write_samples
+from finetune_trainer.reporting import merge_generation, merge_metrics, write_confusion, write_samples
 from finetune_trainer.tasks.task_protocol import REFERENCE, Answer, TaskModule, compared, labels_of
 from finetune_trainer.tasks.task_registry import task_of
+from finetune_trainer.tasks.writing import generated_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,7 +58,8 @@ def evaluate(
     wanted = _wanted(job, task.metrics[prepared.facts.label_form])
     means = Means.of(job.evaluation)
     share = evaluation_share(world, job.inference(Stage.EVALUATE), means.device)
-    answers, rung = _answers(job, paths, prepared, split, share, progress)
+    rate = TokenRate(progress, share.count)
+    answers, rung = _answers(job, paths, prepared, split, share, rate)
     share.end()
     if answers is None:
         return {}
@@ -65,6 +76,10 @@ def evaluate(
         },
         "majority": {name: baseline[name] for name in wanted if name in baseline},
     }
+    written = rate.figures(generated_tokens(answers))
+    log_tokens(written)
+    # Not in the section of the metrics, which are the same in each run.
+    merge_generation(paths, Stage.EVALUATE, written)
     merged = merge_metrics(paths, sections)
     if job.training is not None:
         write_model_card(paths, job, prepared.facts, merged)
@@ -93,16 +108,21 @@ def _answers(
         if not group.leads:
             follow(Stage.EVALUATE, job, model, group, device=means.device, pad_token_id=split.data.pad_token_id)
             return share.gathered([])
+        tokens = means.batch_tokens
+        if group.size > 1:
+            settle(model, means.device)
+        budgets = fitted_budgets(Stage.EVALUATE, job, model, split, batch_tokens=tokens, share=share)
         answers = answers_of(
             Stage.EVALUATE,
             job,
             model,
             split,
             device=means.device,
-            batch_tokens=means.batch_tokens,
+            batch_tokens=tokens,
             progress=progress,
             forward=forward,
             share=share,
+            budgets=budgets,
         )
         group.end()
         return share.gathered(answers)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -45,9 +46,11 @@ from finetune_trainer.inference.prediction_workers import Crew, Sharing, SingleW
 from finetune_trainer.inference.runner import Means, settle, used_model, weights_version
 from finetune_trainer.inference.shard_claims import Worker
 from finetune_trainer.inference.tensor_group import WHOLE_MODEL, WholeModel, joined_group
+from finetune_trainer.inference.token_rate import log_tokens, token_throughput
 from finetune_trainer.progress import NoProgress, ProgressSink
-from finetune_trainer.reporting import merge_metrics
+from finetune_trainer.reporting import merge_generation, merge_metrics
 from finetune_trainer.tasks.task_registry import task_of
+from finetune_trainer.tasks.writing import TOKENS
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +78,8 @@ def predict(
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Write the predictions and return `rows`, `path` (file, folder or URI), `split`, `bad_rows` and `bad_rows_path`
-    if there are any, `parts` of a folder, and `computed_in` unless fp32. A worker other than 0 returns the `rows` that
-    it answered.
+    if there are any, `parts` of a folder, `generated_tokens` and `tokens_per_second` of texts, and `computed_in` unless
+    fp32. A worker other than 0 returns the `rows` that it answered.
 
     StageError DATA (`TooManyBadRows`: no output is written), MODEL, STRATEGY_NOT_IN_EFFECT
     `DeviceMissing`, COLLECTIVE if another worker failed, WORLD_SIZE, or CONFIG for an output that cannot be written; an
@@ -152,6 +155,7 @@ def _led(
     """Answer rows, then join the parts into the output."""
     job = given.job
     done.collect()
+    done.begin()
     reused = done.rows
     keys = _answer(given, parts, sharing, done, paths)
     if not done.rows:
@@ -169,8 +173,11 @@ def _led(
     if job.predict is not None and job.predict.optimization != "none":
         details["optimization"] = parts.optimization().get(RUNG, "none")
         _keep_table(paths, str(details["optimization"]))
+    written = done.throughput()
+    log_tokens(written)
+    merge_generation(paths, Stage.PREDICT, written)
     details |= through_outage(lambda: output.write(Joined(parts, keys, given.source.numbered)))
-    result = {"rows": done.rows, "path": output.name, "split": given.role, **details, **given.means.entry}
+    result = {"rows": done.rows, "path": output.name, "split": given.role, **details, **written, **given.means.entry}
     publish_result(result)
     discard(parts.folder.parent, paths.root, _OVER)
     discard_leftovers(paths.root, _OVER)  # of a worker that was killed here
@@ -187,11 +194,14 @@ class _OwnRows:
         self.rows = 0
         self._progress = progress
 
+    def begin(self) -> None:
+        """Do nothing: worker 0 measures the rate of all."""
+
     def add(self, key: ShardKey, facts: PartFacts) -> None:
         """Count a part that this worker wrote."""
         self.rows += facts.rows
 
-    def within(self, rows: int, weight: int, share: float) -> None:
+    def within(self, rows: int, weight: int, share: float, tokens: int) -> None:
         """Report the progress within a shard of this worker."""
         self._progress.update(self.rows + round(rows * share), self.rows + rows)
 
@@ -215,7 +225,7 @@ class _AnsweredParts:
         others: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.rows = self.bad = self.truncated = 0
+        self.rows = self.bad = self.truncated = self.tokens = 0
         self._progress = progress
         self._all = weight
         self._weight = 0
@@ -226,6 +236,21 @@ class _AnsweredParts:
         self._next_look = clock()
         self._began: tuple[int, float] | None = None
         self._prefix = self._prefix_rows = self._prefix_bad = 0
+        self._tokens_began = (0, clock())
+
+    def begin(self) -> None:
+        """Measure the rate of generated tokens from now on: the model is loaded, or parts of an earlier attempt are
+        counted.
+        """
+        self._tokens_began = (self.tokens, self._clock())
+
+    def throughput(self) -> dict[str, float]:
+        """Return the number of generated tokens of all workers and attempts, and their rate in this attempt."""
+        return self._throughput(0)
+
+    def _throughput(self, tokens: int) -> dict[str, float]:
+        first, since = self._tokens_began
+        return token_throughput(self.tokens + tokens, self.tokens + tokens - first, self._clock() - since)
 
     def collect(self) -> None:
         """Count the parts of others; listing takes at most 5 % of the time."""
@@ -252,9 +277,9 @@ class _AnsweredParts:
         self._report(self.rows, self._total(0, 0))
         self.collect()
 
-    def within(self, rows: int, weight: int, share: float) -> None:
-        """Report the progress within a shard of this worker."""
-        self._report(self.rows + round(rows * share), self._total(rows, weight))
+    def within(self, rows: int, weight: int, share: float, tokens: int) -> None:
+        """Report the progress within a shard of this worker, with its generated tokens so far."""
+        self._report(self.rows + round(rows * share), self._total(rows, weight), tokens)
         self.collect()
 
     def judge(self, given: PredictionInputs, keys: Sequence[ShardKey]) -> bool:
@@ -285,6 +310,7 @@ class _AnsweredParts:
         self.rows += facts.rows
         self.bad += facts.rows - facts.answered
         self.truncated += facts.truncated
+        self.tokens += facts.tokens
         self._weight += facts.weight
 
     def _total(self, rows: int, weight: int) -> int:
@@ -293,13 +319,15 @@ class _AnsweredParts:
         whole = seen if not self._all else round(seen * self._all / max(1, self._weight + weight))
         return max(seen, whole)
 
-    def _report(self, rows: int, total: int) -> None:
+    def _report(self, rows: int, total: int, tokens: int = 0) -> None:
         now = self._clock()
         if self._began is None:
             self._began = (rows, now)
         first, since = self._began
         rate = {"rows_per_second": (rows - first) / (now - since)} if rows > first and now > since else {}
-        self._progress.update(rows, total, **rate)
+        of_tokens = self._throughput(tokens)
+        of_tokens.pop(TOKENS, None)
+        self._progress.update(rows, total, **rate, **of_tokens)
 
 
 class _ShardProgress(NoProgress):
@@ -313,7 +341,7 @@ class _ShardProgress(NoProgress):
 
     def update(self, step: int, total: int, **values: float) -> None:
         """Report the progress within the shard."""
-        self._done.within(self._rows, self._weight, step / max(1, total))
+        self._done.within(self._rows, self._weight, step / max(1, total), int(values.get(TOKENS, 0)))
         self._sharing.check()
 
 
@@ -332,7 +360,9 @@ def _answer(
                 keys.append(shard.key)
             if sharing.takes(number, shard.key):
                 rows = shard.read()
-                answerer = answerer or _answerer(given, parts, sharing, paths)
+                if answerer is None:
+                    answerer = _answerer(given, parts, sharing, paths)
+                    done.begin()
                 within = _ShardProgress(done, sharing, rows.count, shard.weight)
                 done.add(shard.key, parts.write(shard, rows, answerer.answers(shard, rows, within)))
                 written += 1
@@ -362,15 +392,32 @@ def _answerer(given: PredictionInputs, parts: Parts, sharing: Sharing, paths: Jo
     rungs = RungInUse(answerer, source.shards, source.weight, paths, weights_version(job, paths), workers)
 
     def choose() -> PartsManifest:
-        name, threads = rungs.choose(), torch.get_num_threads()
+        threads = worker_threads(given, torch.get_num_threads())
+        torch.set_num_threads(threads)
+        name = rungs.choose()
         optimization: dict[str, JsonValue] = {} if name == "none" else {RUNG: name}
-        return PartsManifest(version=PARTS_FORMAT, means=means, threads=threads, optimization=optimization)
+        fitting = answerer.fitting_tokens(source.shards()) if given.group.size > 1 else None
+        return PartsManifest(
+            version=PARTS_FORMAT, means=means, threads=threads, batch_tokens=fitting, optimization=optimization
+        )
 
     # One worker measures for all; if there is nothing to measure, no worker waits.
     first = (lambda there: not there()) if rungs.request.optimization == "none" else partial(sharing.first, _CHOICE)
     agreed = parts.agreed(PARTS_FORMAT, means, choose, first)
     torch.set_num_threads(agreed.threads)
-    return replace(answerer, forward=rungs.forward(str(agreed.optimization.get(RUNG, "none"))))
+    forward = rungs.forward(str(agreed.optimization.get(RUNG, "none")))
+    return replace(answerer, forward=forward, batch_tokens=agreed.batch_tokens)
+
+
+def worker_threads(given: PredictionInputs, threads: int) -> int:
+    """Return the threads of a worker: `threads`, its share of the pod's cores, or more of them on CPUs if there are
+    fewer shards than processes, of which only as many as shards compute.
+    """
+    predict = given.job.predict
+    if predict is None or predict.models == 1 or given.means.device != "cpu":
+        return threads
+    busy = sum(1 for _ in islice(given.source.shards(), predict.models))
+    return threads * predict.models // max(1, busy)
 
 
 def _loaded_answerer(given: PredictionInputs, paths: JobPaths) -> Answerer:

@@ -44,6 +44,8 @@ class PartFacts(Message):
     lines: int = Field(ge=0)
     """Lines of text in the shard."""
     weight: int = Field(ge=0)
+    tokens: int = Field(default=0, ge=0)
+    """Generated tokens."""
 
 
 class PartsManifest(Message):
@@ -55,6 +57,8 @@ class PartsManifest(Message):
     """Device, precision and size of batches."""
     threads: int = Field(ge=1)
     """CPU threads of a worker."""
+    batch_tokens: int | None = Field(default=None, ge=1)
+    """Padded tokens of a batch that fit the memory of all processes of a model; None: those of `means`."""
     optimization: dict[str, JsonValue] = Field(default_factory=dict)
     """Rung that was chosen by measuring; empty: the plain loop."""
 
@@ -144,6 +148,7 @@ class Parts:
             truncated=answers.truncated,
             lines=rows.last_line,
             weight=shard.weight,
+            tokens=answers.tokens,
         )
         write_atomically(self._facts(shard.key), facts.to_json(), folder=False)
         return facts

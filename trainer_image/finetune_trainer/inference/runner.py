@@ -19,6 +19,7 @@ from finetune_trainer.distributed import refuse_missing_gpu
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.optimization.continuous_batches import SlotGenerator
 from finetune_trainer.inference.optimization.rung_protocol import Substitute, TextGenerator
+from finetune_trainer.inference.pass_memory import whole_texts
 from finetune_trainer.inference.pod_processes import (
     ALL_BATCHES,
     BatchShare,
@@ -27,12 +28,13 @@ from finetune_trainer.inference.pod_processes import (
     places,
     refuse_host_memory,
 )
-from finetune_trainer.inference.tensor_group import WHOLE_MODEL, Answering, WholeModel, held_share
+from finetune_trainer.inference.tensor_group import WHOLE_MODEL, Answering, ProbedWay, WholeModel, held_share
 from finetune_trainer.measured_facts import model_without_weights
 from finetune_trainer.models import load_tokenizer, pinned, resolve_model
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.tasks.task_protocol import Answer, Feature, TaskModule, Writer, labels_of
 from finetune_trainer.tasks.task_registry import task_of
+from finetune_trainer.tasks.writing import TOKENS, generated_tokens
 from finetune_trainer.uris import Uri, local_path
 
 if TYPE_CHECKING:
@@ -199,16 +201,18 @@ def answers_of(
     seed: int | None = None,
     settled: bool = False,
     share: BatchShare = ALL_BATCHES,
+    budgets: Sequence[int] = (),
 ) -> list[Answer]:
     """Return one answer for each feature of the split, in order, empty for those outside of `share`; the answer of each
     row's last feature has the text that the model writes. StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing` without the
     GPU that `device` requires. The other processes of the group of `share` have to call `follow`.
 
-    `batch_tokens` bounds the padded tokens of a batch; batches that exceed the GPU's memory are halved until they fit,
-    and a single row that does not fit is StageError OUT_OF_MEMORY, as is any batch of a group. The model keeps its
-    dtype; `progress` counts features, twice if they are both judged and written to. `seed` starts the sampling; None:
-    the job's. `tokenizer`: the job's, if the caller has loaded it. `forward`: forward pass that replaces the model's,
-    except for writing.
+    `batch_tokens` bounds the padded tokens of a batch, as do the `budgets` of `fitted_budgets` for a model that several
+    processes hold; batches that exceed the GPU's memory are halved until they fit, except those of such a model. A
+    single row that does not fit is StageError OUT_OF_MEMORY. The model keeps its
+    dtype; `progress` counts features, twice if they are both judged and written to, and gets the tokens of the texts
+    so far as `generated_tokens`. `seed` starts the sampling; None: the job's. `tokenizer`: the job's, if the caller has
+    loaded it. `forward`: forward pass that replaces the model's, except for writing.
     `settled`: True if the model is on `device` and in evaluation mode; walking through its modules takes longer than a
     small model takes for a row.
     """
@@ -218,14 +222,15 @@ def answers_of(
     if not settled:
         settle(model, device)
     result: list[Answer] = [{}] * len(split.position)
-    rounds = _rounds(stage, job, model, split, batch_tokens, tokenizer, forward)
+    rounds = _rounds(stage, job, model, split, budgets or [batch_tokens] * 2, tokenizer, forward)
     total = sum(len(wanted) for _, batches in rounds for wanted in batches)
     rounds = [(answering, share.of(batches)) for answering, batches in rounds]
-    own, done = sum(len(wanted) for _, batches in rounds for wanted in batches), 0
+    own, done, written = sum(len(wanted) for _, batches in rounds for wanted in batches), 0, 0
     group, seed_here = share.group, partial(_seed, device=device)
 
-    def report(ended: int) -> None:  # ended: rows of the present call
-        progress.update(round((done + ended) * total / own), total)
+    def report(ended: int, tokens: int) -> None:  # rows of the present call that ended, and their tokens
+        figures = {TOKENS: float(written + tokens)} if written + tokens else {}
+        progress.update(round((done + ended) * total / own), total, **figures)
 
     if isinstance(forward, SlotGenerator):
         forward.ended = report
@@ -245,8 +250,8 @@ def answers_of(
                 for wanted, answers in _answered_batches(led, batches, split, before, whole=group.size == 1):
                     for at, answer in zip(wanted, answers, strict=True):
                         result[at] = {**result[at], **answer}
-                    done += len(wanted)
-                    report(0)
+                    done, written = done + len(wanted), written + generated_tokens(answers)
+                    report(0, 0)
     finally:
         if was_training:
             model.train()
@@ -270,8 +275,56 @@ def follow(
 
     settle(model, device)
     rounds = _answerings(stage, job, model, pad_token_id, tokenizer, None)
+    ways = [answering for answering, _ in rounds]
     with torch.random.fork_rng(devices=[]):
-        group.follow([answering for answering, _ in rounds], partial(_seed, device=device))
+        group.follow([*ways, *(_longest(job, way) for way in ways)], partial(_seed, device=device))
+
+
+def fitted_budgets(
+    stage: Stage,
+    job: TrainerJob,
+    model: PreTrainedModel,
+    split: PreparedSplit,
+    *,
+    batch_tokens: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    share: BatchShare = ALL_BATCHES,
+) -> list[int]:
+    """Return the padded tokens of a batch for each round of `answers_of`: `batch_tokens`, or fewer if the memory of a
+    process of the model's group holds no more. The model is on its device; the other processes have to call `follow`.
+    """
+    group = share.group
+    rounds = _answerings(stage, job, model, split.data.pad_token_id, tokenizer, None)
+    if group.size == 1:
+        return [batch_tokens] * len(rounds)
+    budgets: list[int] = []
+    for number, (answering, writer) in enumerate(rounds):
+        chosen, widths = _widths(job, split, writer)
+        features = partial(_features_of, split, chosen)
+        way = ProbedWay(_longest(job, answering), len(rounds) + number, widths, features)
+        budgets.append(group.fitted(way, batch_tokens))
+        if budgets[-1] < batch_tokens:
+            log.warning(
+                "Batches have at most %s padded tokens, and not %s: more do not fit the memory of the %d processes "
+                "that hold the model. %s rows are wider, and each is a batch.",
+                f"{budgets[-1]:,}", f"{batch_tokens:,}", group.size, f"{int((widths > budgets[-1]).sum()):,}",
+            )  # fmt: skip
+    # The groups of an evaluation divide the same batches.
+    return group.lowest(budgets) if share.count > 1 else budgets
+
+
+def _features_of(split: PreparedSplit, chosen: NDArray[np.int64], wanted: NDArray[np.int64]) -> Sequence[Feature]:
+    return split.data.features(split.role, chosen[wanted])
+
+
+def _longest(job: TrainerJob, answering: Answering) -> Answering:
+    """Return `answering` with texts of the longest length."""
+
+    def answers(features: Sequence[Feature]) -> list[Answer]:
+        with whole_texts(job.generation.max_new_tokens):
+            return answering(features)
+
+    return answers
 
 
 def _seed(seed: int, device: Device) -> None:
@@ -304,26 +357,37 @@ def _rounds(
     job: TrainerJob,
     model: PreTrainedModel,
     split: PreparedSplit,
-    batch_tokens: int,
+    budgets: Sequence[int],
     tokenizer: PreTrainedTokenizerBase | None,
     forward: Substitute | None,
 ) -> list[tuple[Answering, Sequence[NDArray[np.int64]]]]:
-    """Return the functions of `_answerings` with their batches."""
-    task, lengths = task_of(job), split.data.lengths(split.role)
+    """Return the functions of `_answerings` with their batches. `budgets`: padded tokens of a batch of each."""
     rounds: list[tuple[Answering, Sequence[NDArray[np.int64]]]] = []
-    for answering, writer in _answerings(stage, job, model, split.data.pad_token_id, tokenizer, forward):
-        if writer is None:
-            batches = inference_batches(task.widths(split.data, split.role), batch_tokens=batch_tokens)
-            rounds.append((answering, batches))
-            continue
-        chosen = writer.chosen(split)
-        room = (lengths[chosen] + job.generation.max_new_tokens) * job.generation.num_beams
-        if isinstance(forward, TextGenerator):
-            calls = forward.calls(room, batch_tokens)
+    ways = _answerings(stage, job, model, split.data.pad_token_id, tokenizer, forward)
+    for (answering, writer), batch_tokens in zip(ways, budgets, strict=False):
+        chosen, widths = _widths(job, split, writer)
+        if writer is not None and isinstance(forward, TextGenerator):
+            calls = forward.calls(widths, batch_tokens)
         else:
-            calls = inference_batches(room, batch_tokens=batch_tokens)
+            calls = inference_batches(widths, batch_tokens=batch_tokens)
         rounds.append((answering, [chosen[call] for call in calls]))
     return rounds
+
+
+def _widths(
+    job: TrainerJob, split: PreparedSplit, writer: Writer | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the features that a function of `_answerings` takes, and the padded tokens of each: those that it reads,
+    or its prompt and longest text in all beams.
+    """
+    import numpy as np
+
+    if writer is None:
+        widths = task_of(job).widths(split.data, split.role)
+        return np.arange(len(widths)), widths
+    chosen = writer.chosen(split)
+    lengths = split.data.lengths(split.role)[chosen]
+    return chosen, (lengths + job.generation.max_new_tokens) * job.generation.num_beams
 
 
 def _answerings(
@@ -388,10 +452,10 @@ def _answered_batches(
         try:
             answers = answering(split.data.features(split.role, wanted))
         except torch.OutOfMemoryError as error:
-            if not whole:
-                raise
             if len(wanted) == 1:
                 raise _too_long(int(split.data.lengths(split.role)[wanted[0]]), error) from error
+            if not whole:
+                raise
         if answers is not None:
             yield wanted, answers
             continue

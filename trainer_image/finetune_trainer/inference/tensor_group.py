@@ -5,8 +5,8 @@ from the files, and nothing else. The first process of a group decides which row
 model does, and sends each batch to the others, which only compute. So rows are claimed, read, encoded and written once.
 
 The order of the messages is that of the passes, so all processes of a group call the collectives of a pass together. A
-batch that does not fit the memory of one of them cannot be halved, as the others wait in the middle of the pass: the
-stage fails.
+batch that does not fit the memory of one of them cannot be halved, as the others wait in the middle of the pass. So the
+group agrees on the largest batch that fits all of them before the first one (`fitted`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from finetune_contract.inference_settings import InferenceProcesses
 from finetune_contract.layout import FailureClass
 from finetune_trainer.distributed import BACKENDS, PATIENCE, ProcessWorld
 from finetune_trainer.failures import StageError
+from finetune_trainer.inference.pass_memory import GROWTH, MARGIN, CudaMemory, PassMemory, probe
 from finetune_trainer.tasks.task_protocol import Answer, Feature
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
@@ -34,7 +37,20 @@ log = logging.getLogger(__name__)
 
 Answering: TypeAlias = Callable[[Sequence[Feature]], list[Answer]]
 _GROUPS = "groups"
-_BEGIN, _SEED = "begin", "seed"
+_BEGIN, _SEED, _PROBE, _LOWEST = "begin", "seed", "probe", "lowest"
+
+
+@dataclass(frozen=True)
+class ProbedWay:
+    """A way to answer whose memory is measured."""
+
+    answering: Answering
+    number: int
+    """Its place among the functions that `follow` gets."""
+    widths: NDArray[np.int64]
+    """Padded tokens of each row alone."""
+    features: Callable[[NDArray[np.int64]], Sequence[Feature]]
+    """Function that returns the features of rows, by their places in `widths`."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +87,14 @@ class WholeModel:
         """Return `answering`, the `number`-th way to answer, with the other processes computing their part of it."""
         return answering
 
+    def fitted(self, way: ProbedWay, budget: int) -> int:
+        """Return the padded tokens of a batch, at most `budget`, that fit the memory of all processes of the model."""
+        return budget
+
+    def lowest(self, budgets: Sequence[int]) -> list[int]:
+        """Return the lowest of the budgets that the first processes of all groups call this with, each by its place."""
+        return list(budgets)
+
     def follow(self, answerings: Sequence[Answering], seed: Callable[[int], None]) -> None:
         """Compute this process's part of the batches that the first process sends, until it sends `end`."""
 
@@ -94,6 +118,10 @@ class TensorGroup(WholeModel):
     device: Device
     messages: ProcessGroup
     """Group in host memory for the batches."""
+    everyone: ProcessGroup
+    """Group in host memory of all processes of the pod."""
+    memory: PassMemory | None = None
+    """Memory of this process's device; None: unknown, and batches are not bounded by it."""
 
     @property
     def leads(self) -> bool:
@@ -155,6 +183,44 @@ class TensorGroup(WholeModel):
 
         return answers
 
+    def fitted(self, way: ProbedWay, budget: int) -> int:
+        import numpy as np
+        import torch
+
+        if self.memory is None:
+            return budget
+        tokens = int(way.widths.min())
+        with torch.inference_mode():
+            while True:
+                wanted = probe(way.widths, tokens)
+                tokens, features = len(wanted) * int(way.widths[wanted[0]]), way.features(wanted)
+                self._send((_PROBE, (way.number, features)))
+                fits = int(MARGIN * tokens * self._measured(way.answering, features))
+                largest = tokens >= budget or np.array_equal(wanted, probe(way.widths, budget))
+                if largest or fits < GROWTH * tokens:
+                    return max(1, min(budget, fits))
+                tokens = min(budget, GROWTH * tokens)
+
+    def _measured(self, answering: Answering, features: Sequence[Feature]) -> float:
+        """Return the lowest share of all processes of the group; see `PassMemory.share`."""
+        assert self.memory is not None, "processes of one group have the same kind of device"
+        self.memory.begin()
+        answering(features)
+        return self._agreed([self.memory.share()], self.messages)[0]
+
+    def _agreed(self, values: Sequence[float], group: ProcessGroup) -> list[float]:
+        """Return the lowest of each value over all processes of `group`."""
+        import torch
+
+        buffer = torch.tensor(values, dtype=torch.float64)
+        torch.distributed.all_reduce(buffer, torch.distributed.ReduceOp.MIN, group=group)
+        lowest: list[float] = buffer.tolist()
+        return lowest
+
+    def lowest(self, budgets: Sequence[int]) -> list[int]:
+        self._send((_LOWEST, budgets))
+        return [int(each) for each in self._agreed(budgets, self.everyone)]
+
     def follow(self, answerings: Sequence[Answering], seed: Callable[[int], None]) -> None:
         import torch
 
@@ -163,6 +229,11 @@ class TensorGroup(WholeModel):
                 kind, content = message
                 if kind == _SEED:
                     seed(content)
+                elif kind == _PROBE:
+                    number, features = content
+                    self._measured(answerings[number], features)
+                elif kind == _LOWEST:
+                    self._agreed(content, self.everyone)
                 else:
                     answerings[kind](content)
 
@@ -207,11 +278,22 @@ def joined_group(world: ProcessWorld, pod: InferenceProcesses, device: Device) -
     number, rank = divmod(world.rank, pod.tensor)
     groups = [range(first, first + pod.tensor) for first in range(0, pod.processes, pod.tensor)]
     # Every process creates all groups.
+    everyone = torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
     made = [torch.distributed.new_group(list(ranks), backend="gloo", timeout=PATIENCE) for ranks in groups]
     messages = made[number]
     assert isinstance(messages, torch.distributed.ProcessGroup), "this process belongs to its group"
+    assert isinstance(everyone, torch.distributed.ProcessGroup), "this process belongs to the group of all"
     first = groups[number][0]
-    return TensorGroup(size=pod.tensor, rank=rank, first=first, mesh=mesh["tp"], device=device, messages=messages)
+    return TensorGroup(
+        size=pod.tensor,
+        rank=rank,
+        first=first,
+        mesh=mesh["tp"],
+        device=device,
+        messages=messages,
+        everyone=everyone,
+        memory=CudaMemory() if device == "cuda" else None,
+    )
 
 
 def held_share(model: PreTrainedModel) -> float:

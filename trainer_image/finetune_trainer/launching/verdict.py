@@ -62,6 +62,7 @@ def verdict(
         cause = Cause(None if cause is None else cause.rank, trouble)
     elif cause is None:
         cause = Cause(None, _silent(end))
+    cause = _since_the_request(cause, end.stop_requested_at)
     return TrainerReport(
         job=job,
         stage=stage,
@@ -72,6 +73,16 @@ def verdict(
         devices=next((report.devices for report in reports if report.devices is not None), None),
         seconds=seconds,
     )
+
+
+def _since_the_request(cause: Cause, stop_requested_at: float | None) -> Cause:
+    """Return the cause with the time of the request to stop, if that ended the ranks: those of other pods end as early,
+    because all agree on the step, and only the time tells which pod was requested to stop.
+    """
+    failure = cause.failure
+    if stop_requested_at is None or failure.failure_class is not FailureClass.PREEMPTED:
+        return cause
+    return Cause(cause.rank, failure.model_copy(update={"time": min(failure.known_time, stop_requested_at)}))
 
 
 def _lost_peers(failure: FailureReport, since: float) -> bool:

@@ -5,6 +5,7 @@ We shard the model ourselves: for FSDP on CPU, accelerate would silently wrap th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune_trainer.four_bits import FourBitLinear
+
+log = logging.getLogger(__name__)
 
 
 class FullySharded(FullState):
@@ -67,11 +70,40 @@ class FullySharded(FullState):
         for group in groups_of(model, releases=again):
             in_training_type(_whole(group.module), narrow, place)
             _divide_packed(group.module, place)
+            self._round_gathered(group.module)
             shard_group(group, mesh=mesh, mp_policy=inner, offload_policy=offload)
         in_training_type(_whole(model), narrow, place)
         _divide_packed(model, place)
+        self._round_gathered(model)
         fully_shard(model, mesh=mesh, mp_policy=outer, reshard_after_forward=False, offload_policy=offload)
+        if self._precision == "fp8":
+            self._log_gathered(model)
         return model
+
+    @property
+    def _shards(self) -> int:
+        """Return the number of processes that share one copy of the state."""
+        hybrid = self._settings.fsdp_sharding == "hybrid"
+        return self._world.processes_per_node if hybrid else self._world.size
+
+    def _round_gathered(self, module: torch.nn.Module) -> None:
+        """Have the weights of layers in fp8 gathered in that type."""
+        if self._precision == "fp8":
+            from finetune_trainer.float8 import gather_in_float8
+
+            gather_in_float8(module, self._shards)
+
+    def _log_gathered(self, model: PreTrainedModel) -> None:
+        from finetune_trainer.float8 import gathered_in_bf16
+
+        if left := gathered_in_bf16(model):
+            log.warning(
+                "%d layers in fp8 are gathered in bf16: %d processes do not divide the rows of their weights evenly, "
+                "e.g. of %s.",
+                len(left),
+                self._shards,
+                left[0],
+            )
 
     @contextmanager
     def accumulating(self, placed: Placed) -> Iterator[None]:
@@ -113,6 +145,17 @@ class FullySharded(FullState):
             self._assert_spread(name, parameter)
         groups = groups_of(placed.model, releases=self._settings.fsdp_sharding != "grad-op")
         expect_groups(placed.model, groups, self._settings)
+        if self._precision == "fp8":
+            self._assert_rounded(placed.model)
+
+    def _assert_rounded(self, model: torch.nn.Module) -> None:
+        """Expect gathers in fp8 of all weights whose rows divide evenly."""
+        from finetune_trainer.float8 import gathered_in_bf16
+
+        left = gathered_in_bf16(model)
+        odd = [name for name in left if cast("torch.nn.Linear", model.get_submodule(name)).out_features % self._shards]
+        found = f"the weights of {len(left) - len(odd)} layers in fp8 are gathered in bf16"
+        expect(len(odd) == len(left), self.name, "GatheredInBf16", found)
 
     def _assert_spread(self, name: str, parameter: DTensor) -> None:
         """Expect shards over all processes; hybrid: over those of a node, with a copy on each node."""

@@ -120,7 +120,24 @@ def _weights(placed: Placed) -> dict[str, torch.Tensor]:
     options = StateDictOptions(ignore_frozen_params=placed.adapted)
     state: dict[str, Any] = get_model_state_dict(placed.wrapped, options=options)
     tied = tied_names(placed.model)
-    return {name: value for name, value in state.items() if name not in tied}
+    return {name: _plain(value) for name, value in state.items() if name not in tied}
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    """Return a weight as an ordinary tensor in the same memory: FSDP gathers those of layers in fp8 by a class of
+    torchao's, whose tensors have no memory of their own.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(value, DTensor):
+        return value
+    detached: Any = value.detach()
+    local: Any = detached.to_local()
+    if not hasattr(local, "fsdp_pre_all_gather"):
+        return value
+    return DTensor.from_local(
+        local._tensor, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
 
 
 def stored_form(

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 WRITTEN = "generated_text"
 """Column of predictions, by its name in pipelines of transformers; and its key in an answer."""
+TOKENS = "generated_tokens"
+"""Key of the number of tokens of a generated text, without special ones, in an answer and in figures of a stage."""
 
 
 class Watch(Protocol):
@@ -129,13 +131,20 @@ def generated(
 
 
 def texts(tokenizer: PreTrainedTokenizerBase, tokens: torch.Tensor) -> list[Answer]:
-    """Decode each row of tokens to an answer."""
+    """Decode each row of tokens to an answer with its text and the number of its tokens."""
+    counts = (~np.isin(tokens.cpu().numpy(), tokenizer.all_special_ids)).sum(axis=1)
+    decoded = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     answers: list[Answer] = [
-        {WRITTEN: np.array(text)} for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        {WRITTEN: np.array(text), TOKENS: np.array(count)} for text, count in zip(decoded, counts, strict=True)
     ]
     if (watching := watch.get()) is None:
         return answers
     return [{**answer, **watching.fields_of(row)} for answer, row in zip(answers, tokens, strict=True)]
+
+
+def generated_tokens(answers: Iterable[Answer]) -> int:
+    """Return the number of tokens of all generated texts, without special ones; 0 if the answers are no texts."""
+    return sum(int(answer[TOKENS]) for answer in answers if TOKENS in answer)
 
 
 def written(answers: Sequence[Answer], features: Sequence[range]) -> list[str]:

@@ -224,5 +224,7 @@ def _storage(tensor: torch.Tensor) -> int:
     from torch.distributed.tensor import DTensor
 
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # FSDP gathers weights of layers in fp8 as torchao's tensors, which wrap the rounded one.
+    local = getattr(local, "_data", local)
     identity: int = local.untyped_storage()._cdata
     return identity

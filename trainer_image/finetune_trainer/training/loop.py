@@ -227,6 +227,7 @@ class TrainingLoop:
             self._average_gradients()
             clock.enter("optimizer")
             done = engine.step()
+            self._scale_weights()
             self._report()  # the step before, whose number `state` still has
             state.global_step += 1
             state.epoch = state.global_step / order.steps
@@ -260,7 +261,12 @@ class TrainingLoop:
         if resume:
             parts.saver.resume(self)
             self._stopped = parts.stopper.stopped
+        self._scale_weights()
         self._notify_trackers("on_train_begin")
+
+    def _scale_weights(self) -> None:
+        if self.parts.in_float8 is not None:
+            self.parts.in_float8.scale_weights(self.engine.model)
 
     def _first_loss(self, model: torch.nn.Module) -> torch.Tensor:
         """Return the loss of an epoch's first micro-batch, with 0 for the reference's answers, measured later."""

@@ -60,8 +60,8 @@ class SlotGenerator:
     slot_tokens: int
     """Most tokens of all slots together: slots x (longest prompt + longest text)."""
     refused: Mapping[int, tuple[str, str]] = field(default_factory=dict)
-    ended: Callable[[int], None] = lambda _rows: None
-    """Called with the number of a call's rows whose texts have ended."""
+    ended: Callable[[int, int], None] = lambda _rows, _tokens: None
+    """Called with the number of a call's rows whose texts have ended, and that of their tokens."""
 
     @property
     def config(self) -> PretrainedConfig:
@@ -132,6 +132,8 @@ class _Run:
     """Arguments of the model's forward pass."""
     _ended: int = 0
     """Number of texts that have ended."""
+    _ended_tokens: int = 0
+    """Number of their tokens."""
 
     def __post_init__(self) -> None:
         self.texts = [[] for _ in self.prompts]
@@ -241,8 +243,9 @@ class _Run:
             if self._has_ended(text):
                 slots.rows[slot] = ENDED
                 self._ended += 1
+                self._ended_tokens += len(text)
         if self._ended > before:
-            self.generator.ended(self._ended)
+            self.generator.ended(self._ended, self._ended_tokens)
 
     def _has_ended(self, text: Sequence[int]) -> bool:
         return len(text) == self.most or (bool(text) and text[-1] in self.ends)
