@@ -184,13 +184,10 @@ _QWEN_SECONDS: tuple[tuple[str, tuple[float, ...]], ...] = (
 by ZeRO-3 on 4 of them. QLoRA is not here: GPTQ's weights are unpacked by several kernels of torch, and the trainer's by
 one.
 """
-_HOOKS = "DeepSpeed's hooks of an adapter's modules are not counted, and gathers wait for them"
 _BOTH = "launches and computation take about as long, and each delays the other"
 _QWEN_OFF: Mapping[tuple[str, int], tuple[float, str]] = {
     ("1.8B", 1024): (0.25, _BOTH),
-    ("72B", 256): (1.0, _HOOKS),
-    ("72B", 512): (0.85, _HOOKS),
-    ("72B", 1024): (0.4, _HOOKS),
+    ("72B", 1024): (0.4, _BOTH),
 }
 QWEN_ADAPTER_BYTES = 9.5
 """Bytes of an adapter whose weights are in 16 bits, as peft had them before 0.12: dropout, product, scale and sum."""

@@ -14,7 +14,7 @@ import finetune_operator.planning.choice as choice
 from finetune_contract.facts import ModelFacts
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Planning, Settings
 from finetune_operator.planning.architectures import model_facts
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_facts import assumed_model, parse_hardware
 from finetune_operator.planning.batch import less_padded, micro_batches
 from finetune_operator.planning.choice import SIMPLER_MARGIN, Candidate, best_fit
 from finetune_operator.planning.cost import step_time
@@ -283,6 +283,22 @@ def test_alternatives_name_one_chosen_form_and_a_reason_for_each_other():
     whys = {row.strategy: row.why for row in rows}
     assert whys["ddp"].startswith("needs ")
     assert any(why.endswith(" longer") for why in whys.values())
+
+
+def test_alternatives_name_a_longer_step_even_if_the_training_is_shorter():
+    """The choice compares steps; fsdp trains while it saves, and ZeRO-3 waits for each checkpoint."""
+    model, _ = assumed_model("hf://org/llama-33b", "text-generation")
+    spec = {
+        "task": "text-generation",
+        "preparation": {"maxLength": 2048, "packing": "never"},
+        "training": {"globalBatchSize": 256, "maxSteps": 1000},
+        "resources": {"nodes": 2, "gpusPerNode": 8},
+    }
+    facts = Facts(model=model, hardware=parse_hardware(f"{NODES[6]},network=3200"))
+    rows = other_forms(job(spec), facts, CLUSTER_SETTINGS)
+    other = next(row for row in rows if row.strategy == "fsdp+selective-activation-checkpointing")
+    assert decided(other.seconds) < decided(rows[0].seconds)
+    assert other.why == "a step takes 3% longer"
 
 
 def test_alternatives_of_a_job_that_does_not_fit_are_refused():
