@@ -34,7 +34,7 @@ DASHBOARDS: dict[str, dict[str, Any]] = {
     path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted((FILES / "dashboards").glob("*.json"))
 }
 SAMPLES = Path(__file__).parent / "picture_support" / "samples.yaml"
-ENDPOINT_SAMPLES = SAMPLES.with_name("endpoint_samples.yaml")
+ENDPOINT_SAMPLES = Path(__file__).parent / "picture_support" / "endpoint_samples.yaml"
 FLEET_DASHBOARDS = {name: dashboard for name, dashboard in DASHBOARDS.items() if name != "endpoints"}
 """Dashboards whose pictures show the recorded fleet."""
 DOCS = ROOT / "docs"

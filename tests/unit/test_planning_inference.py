@@ -531,14 +531,14 @@ def test_workers_are_processes_on_a_machine_without_a_cluster(
 
 
 def on_cores(data: DataFacts | None = None, facts: dict[str, Any] | None = None, **spec: Any) -> JobPlan:
-    """Plan a prediction of a classification on CPUs of a node with 4 cores."""
+    """Plan a prediction of a classification on CPUs of a node with 16 cores."""
     whole = {
         "task": "text-classification",
         "model": {"uri": "hf://google-bert/bert-base-uncased"},
         "dataset": None,
         "training": None,
         "predict": {"dataset": {"uri": "hf://org/texts"}},
-        "resources": {"gpusPerNode": 0, "cpu": "4", "memory": "16Gi"},
+        "resources": {"gpusPerNode": 0, "cpu": "16", "memory": "16Gi"},
     }
     return plan(job({**whole, **spec}), Facts(data=data, **facts or {}), CLUSTER_SETTINGS)
 
@@ -553,14 +553,15 @@ def counted(rows: int) -> DataFacts:
 
 UNKNOWN: dict[str, Any] = {"dataset": {"uri": "hf://org/texts"}}
 ON_CORES: dict[str, tuple[dict[str, Any], int, str | None]] = {
-    "unknown rows": ({}, 4, "one for each core"),
-    "little memory": ({"resources": {"gpusPerNode": 0, "cpu": "4", "memory": "5Gi"}}, 2, "and not 4: each takes up to"),
-    "memory for 3": ({"resources": {"gpusPerNode": 0, "cpu": "4", "memory": "8Gi"}}, 2, "and not 4: each takes up to"),
-    "many rows": ({"data": counted(100_000), **TEST_ROWS}, 4, "one for each core"),
+    "unknown rows": ({}, 4, "one for each 4 of 16 cores"),
+    "little memory": ({"resources": {"gpusPerNode": 0, "cpu": "16", "memory": "5Gi"}}, 2, "and not 4: each takes"),
+    "memory for 3": ({"resources": {"gpusPerNode": 0, "cpu": "16", "memory": "8Gi"}}, 2, "and not 4: each takes"),
+    "many rows": ({"data": counted(100_000), **TEST_ROWS}, 4, "one for each 4 of 16 cores"),
     "few rows": ({"data": counted(10), **TEST_ROWS}, 1, None),
     "rows that prepare counts": (TEST_ROWS, 1, None),
-    "large file": ({"facts": {"predict_bytes": 1 << 30, "local": True}}, 4, "one for each core"),
+    "large file": ({"facts": {"predict_bytes": 1 << 30, "local": True}}, 4, "one for each 4 of 16 cores"),
     "small file": ({"facts": {"predict_bytes": 1 << 10, "local": True}}, 1, None),
+    "few cores": ({"resources": {"gpusPerNode": 0, "cpu": "7", "memory": "16Gi"}}, 1, None),
     "no request for cores": ({"resources": {"gpusPerNode": 0}}, 1, None),
     "no optimization": ({"predict": {**UNKNOWN, "optimization": "none"}}, 1, None),
     "several pods": ({"predict": {**UNKNOWN, "workers": 3}}, 1, None),
@@ -570,7 +571,7 @@ ON_CORES: dict[str, tuple[dict[str, Any], int, str | None]] = {
 
 
 @pytest.mark.parametrize("case", ON_CORES)
-def test_auto_predicts_by_one_process_for_each_core(case: str) -> None:
+def test_auto_predicts_by_one_process_for_some_cores(case: str) -> None:
     given, count, why = ON_CORES[case]
     made = on_cores(**given)
     assert made.trainer.inference(Stage.PREDICT).processes == count
@@ -581,7 +582,7 @@ def test_auto_predicts_by_one_process_for_each_core(case: str) -> None:
 
 def test_processes_on_cores_share_the_threads_of_a_pod() -> None:
     made = on_cores()
-    assert (stage_threads(made, Stage.PREDICT), stage_threads(made, Stage.PREPARE)) == (1, 4)
+    assert (stage_threads(made, Stage.PREDICT), stage_threads(made, Stage.PREPARE)) == (4, 16)
 
 
 def test_workers_on_a_machine_with_gpus_are_at_most_one_for_each() -> None:

@@ -28,8 +28,10 @@ PROCESSES_HERE = (
 WORKER_SECONDS = 300
 """Least seconds of work for a worker with `predict.workers: auto`: a pod starts and loads a model in 20 to 60 s."""
 PROCESS_SECONDS = 60
-"""Least seconds of work for each of several processes of a pod: a process loads libraries and a model in about as many.
-On CPUs: least seconds for one process with all cores, of which several take about half.
+"""Least seconds of work for each of several processes of a pod: one loads libraries and a model in about as many."""
+CORES_OF_PROCESS = 4
+"""Cores of a process that predicts on CPUs. On 2 idle cores 2 processes answer 6 % more rows than one, which is not
+worth a second model in memory (tests/benchmarks/predict_threads.py); that 4 threads share a layer well is assumed.
 """
 BYTES_PER_TOKEN = 4
 """Bytes of a text file for one token: 4 to 5 for English text with subword tokens, its markup left out."""
@@ -153,11 +155,8 @@ def choose_processes(draft: Draft) -> Draft:
 
 
 def _processes_on_cores(draft: Draft) -> Draft:
-    """Choose one process for each core to predict on CPUs with `predict.optimization: auto`, but no more than the
-    memory holds; one process if it ends soon, or if prepare has yet to count the rows.
-
-    Threads of one process wait for each other in each layer: on 2 busy cores a row of MiniLM takes 17.4 ms of CPU time
-    with 2 threads, and 7.7 ms with one; with OpenVINO 7.9 and 7.7 ms (tests/benchmarks/predict_threads.py).
+    """Choose one process for each CORES_OF_PROCESS cores to predict on CPUs with `predict.optimization: auto`, but no
+    more than the memory holds; one process if it ends soon, or if prepare has yet to count the rows.
     """
     predict, cores = draft.spec.predict, draft.hardware.cpu_cores
     if predict is None or Stage.PREDICT not in draft.stages or predict.optimization != "auto":
@@ -169,17 +168,18 @@ def _processes_on_cores(draft: Draft) -> Draft:
     if draft.spec.task not in RUNG_TASKS or not (alone and known_cores and counted):
         return draft
     seconds = _seconds_to_predict(draft)
-    if cores == 1 or (seconds is not None and seconds < PROCESS_SECONDS):
+    wanted = cores // CORES_OF_PROCESS
+    if wanted < 2 or (seconds is not None and seconds < PROCESS_SECONDS):
         return draft
     each = _bytes_of_process(draft)
-    held = min(cores, draft.hardware.memory_bytes // each)
+    held = min(wanted, draft.hardware.memory_bytes // each)
     if held < 2:
         return draft
-    # With memory for 3 on 4 cores, 2 processes with 2 threads use all of them.
+    # With memory for 3 on 16 cores, 2 processes with 8 threads use all of them.
     count = max(range(2, held + 1), key=lambda several: (cores // several * several, several))
-    why = "one for each core"
-    if count < cores:
-        why = f"and not {cores}: each takes up to {human_bytes(each)} of {human_bytes(draft.hardware.memory_bytes)}"
+    why = f"one for each {CORES_OF_PROCESS} of {cores} cores"
+    if count < wanted:
+        why = f"and not {wanted}: each takes up to {human_bytes(each)} of {human_bytes(draft.hardware.memory_bytes)}"
     return draft.with_inference(predict_processes=count).because(
         f"prediction by {count} processes that share the rows (spec.predict.optimization is auto), {why}"
     )
