@@ -77,6 +77,14 @@ class Client:
         reply.raise_for_status()
         return str(reply.json()[0][0]["label"]), int(reply.headers["X-Endpoint-Revision"])
 
+    def label_with_retries(self, texts: Sequence[str], back_off: Sequence[float]) -> tuple[str, int]:
+        """Do what `label` does; try again after each time of `back_off` if there is no answer at all."""
+        for wait in back_off:
+            with suppress(requests.ConnectionError):
+                return self.label(*texts)
+            time.sleep(patient(wait))
+        return self.label(*texts)
+
     @contextmanager
     def steady_requests(
         self, text: str, back_off: Sequence[float] = (), each_seconds: float = EACH_SECONDS

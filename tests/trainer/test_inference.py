@@ -138,6 +138,19 @@ def dealt(model: Path, data: Path, paths: JobPaths, *, halves: bool, rank: int =
     return network, Deal(PreparedData.open(paths), task_of(job), 500, rank, 1 + rank, halves=halves).split("test")
 
 
+@pytest.mark.parametrize("ranks", [3, 5])
+def test_each_batch_is_dealt_once_and_only_the_last_is_repeated(ranks: int, model, data, paths):
+    job, _, _ = ready(model, data, paths)
+    prepared, task = PreparedData.open(paths), task_of(job)
+    whole = [list(each) for each in Deal(prepared, task, 100, 0, 1).split("test").mine]
+    assert len(whole) % ranks, "the last round has fewer batches than ranks"
+    shares = [Deal(prepared, task, 100, rank, ranks).split("test").mine for rank in range(ranks)]
+    dealt_out = [list(each) for round_of_ranks in zip(*shares, strict=True) for each in round_of_ranks]
+    more = len(dealt_out) - len(whole)
+    assert dealt_out == whole + [whole[-1]] * more
+    assert 0 < more < ranks
+
+
 def test_validation_halves_batches_that_exceed_the_memory(model, data, paths, caplog):
     network, split = dealt(model, data, paths, halves=True)
     cpu = torch.device("cpu")
