@@ -365,12 +365,21 @@ def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[s
             command = [str(TOOLS / "cluster"), *up, *mapped, *(["--", *options] if options else [])]
             started = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=patient(300))
         assert started.returncode == 0, (folder / "up.log").read_text()
+        _check_servers(folder / "control-plane")
         box = _box_in(folder)
         for place, node in enumerate(box.nodes[nodes:]):
             pair = FRAGILE_PAIRS[place // 2]
             box.kubectl("label", "node", node, f"{FRAGILE}={pair}")
             box.kubectl("taint", "node", node, f"{FRAGILE}={pair}:NoSchedule")
         yield _box_in(folder)
+
+
+def _check_servers(folder: Path) -> None:
+    """Fail if a server of the control plane has ended, e.g. as another run left one behind that has its port."""
+    for file in folder.glob("*.pid"):
+        if not Path(f"/proc/{int(file.read_text())}").exists():
+            [*_, last] = file.with_suffix(".log").read_text().splitlines() or [""]
+            raise AssertionError(f"{file.stem} of the box has ended: {last}")
 
 
 @contextmanager
