@@ -87,8 +87,9 @@ def test_layers_are_split_inside_a_node_where_nothing_else_fits():
     made = planned(THIRTEEN_BILLION, training=FP32)
     assert made.strategy == "fsdp+tensor4+activation-checkpointing"
     assert re.fullmatch(
-        r"strategy fsdp\+tensor4\+activation-checkpointing: a step takes [0-9.]+ s, within 2% of the least of all "
-        r"forms that fit \([0-9.]+ GiB of 32.0 GiB\); with whole layers on each GPU nothing does: "
+        r"strategy fsdp\+tensor4\+activation-checkpointing: a step takes [0-9.]+ s, and the training with its "
+        r"checkpoints at most 2% longer than by any other form that fits \([0-9.]+ GiB of 32.0 GiB\); "
+        r"with whole layers on each GPU nothing does: "
         r"deepspeed-zero3\+optimizer-offload needs [0-9.]+ GiB of host memory a node, and there are 192.0 GiB",
         sentence(made),
     )

@@ -690,7 +690,7 @@ SEQUENCE = {"preparation": {"maxLength": 512}, "task": "text-generation"}
                 "training": {"globalBatchSize": 640},
             },
             {"model": gpt(7168, 48, 64), "hardware": P4D, "data": None},
-            "deepspeed-zero3+selective-activation-checkpointing",
+            "fsdp+selective-activation-checkpointing",
             id="GPT-2 30B over 16 p4d has to be divided whole",
         ),
         pytest.param(

@@ -92,12 +92,12 @@ def test_status_and_command_show_the_number_of_groups():
     assert (status.world_size, status.data_parallel) == (8, 1)
     assert "sequence8" in status.strategy
     lines = plan_lines(status)
-    assert lines[0] == "deepspeed-zero1+sequence8 by job, 8 processes, batch 16 = 1 x 16 x 1"
+    assert lines[0] == "ddp+sequence8 by job, 8 processes, batch 16 = 1 x 16 x 1"
 
 
 def test_auto_uses_the_quickest_strategy_that_fits_beside_slices():
     labels = {degree: planned({"parallelism": {"sequence": degree}}).strategy for degree in (1, 2, 8)}
-    assert labels == {1: "fsdp", 2: "fsdp+sequence2", 8: "deepspeed-zero1+sequence8"}
+    assert labels == {1: "fsdp", 2: "fsdp+sequence2", 8: "ddp+sequence8"}
 
 
 def test_deepspeed_batch_counts_all_processes_as_replicas():

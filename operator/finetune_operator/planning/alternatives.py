@@ -55,7 +55,7 @@ def _order(row: Alternative) -> tuple[bool, bool, float, int]:
 
 def _rows(draft: Draft) -> Iterator[Alternative]:
     chosen, micro = decided(draft.strategy), decided(draft.batch).micro_batch_size
-    least = estimate_training(draft).step_seconds
+    least = estimate_training(draft).seconds
     for each in open_drafts(draft):
         for rung in rungs(each, each.spec.parallelism):
             same = rung.label == chosen.label
@@ -95,14 +95,11 @@ def _row(draft: Draft, fit: Fit, chosen: bool, least: float | None) -> Alternati
         cost=estimated.cost,
         currency=estimated.currency,
         chosen=chosen,
-        why="chosen" if chosen else _why_not(draft, fit, estimated.step_seconds, least),
+        why="chosen" if chosen else _why_not(draft, fit, estimated.seconds, least),
     )
 
 
 def _why_not(draft: Draft, fit: Fit, seconds: float | None, least: float | None) -> str:
-    """Return why a form was not chosen; `seconds`: time of its step, which the choice compares, `least`: of the chosen
-    form's.
-    """
     needed, margin = fit.memory, draft.settings.planning.memory_margin
     if needed.total_bytes > needed.capacity_bytes:
         return f"needs {human_bytes(needed.total_bytes)} of {human_bytes(needed.capacity_bytes)}"
@@ -113,5 +110,5 @@ def _why_not(draft: Draft, fit: Fit, seconds: float | None, least: float | None)
     if seconds is None or least is None or machine_of(draft) is None:
         return "an earlier rung of the ladder fits"
     if seconds <= least * (1 + SIMPLER_MARGIN):
-        return f"a step is not quicker by more than {SIMPLER_MARGIN:.0%}, and less simple"
-    return f"a step takes {seconds / least - 1:.0%} longer"
+        return f"not quicker by more than {SIMPLER_MARGIN:.0%}, and less simple"
+    return f"takes {seconds / least - 1:.0%} longer"

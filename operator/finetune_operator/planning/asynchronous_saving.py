@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from finetune_contract.byte_text import human_bytes
-from finetune_contract.trainer_job import WHOLE_CHECKPOINTS
+from finetune_contract.trainer_job import WHOLE_CHECKPOINTS, Strategy
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.memory_workload import largest_layer
@@ -32,18 +32,10 @@ def choose_saving(draft: Draft) -> Draft:
     pause = save_seconds(draft, strategy)
     if pause < LEAST_PAUSE_SECONDS:
         return draft
-    waits = f"the training waits {human_seconds(pause)} for a checkpoint"
-    if strategy.name not in WHOLE_CHECKPOINTS:
-        return draft.because(f"{waits}: DeepSpeed gathers and writes its state in one call")
-    if draft.adaptation != Adaptation(checkpoint_form=draft.adaptation.checkpoint_form):
-        return draft.because(f"{waits}: an earlier attempt ran out of memory, so no copy is made")
-    copy, node = copied_bytes(draft), draft.hardware.memory_bytes
-    if memory.host_bytes + copy > (1 - FREE_SHARE) * node:
-        return draft.because(
-            f"{waits}: a copy of {human_bytes(copy)} beside {human_bytes(memory.host_bytes)} would leave less than "
-            f"{FREE_SHARE:.0%} of the node's {human_bytes(node)} free"
-        )
-    schedule = decided(draft.checkpoints).model_copy(update={"asynchronous": True})
+    if (why := _obstacle(draft, strategy, memory.host_bytes)) is not None:
+        return draft.because(f"the training waits {human_seconds(pause)} for a checkpoint: {why}")
+    copy, schedule = copied_bytes(draft, strategy), decided(draft.checkpoints)
+    schedule = schedule.model_copy(update={"asynchronous": True})
     stops = short_seconds(copy_seconds(draft, strategy))
     counted = replace(draft, checkpoints=schedule, memory=_with_copy(draft, memory, copy))
     return counted.because(
@@ -52,11 +44,33 @@ def choose_saving(draft: Draft) -> Draft:
     )
 
 
-def copied_bytes(draft: Draft) -> int:
+def saves_beside(draft: Draft, strategy: Strategy, host_bytes: int) -> bool:
+    """Return whether `choose_saving` has checkpoints of a form written beside the training; `host_bytes`: memory that
+    the form needs on a node's host.
+    """
+    return save_seconds(draft, strategy) >= LEAST_PAUSE_SECONDS and _obstacle(draft, strategy, host_bytes) is None
+
+
+def _obstacle(draft: Draft, strategy: Strategy, host_bytes: int) -> str | None:
+    """Return why checkpoints are not written beside the training; None if nothing prevents it."""
+    if strategy.name not in WHOLE_CHECKPOINTS:
+        return "DeepSpeed gathers and writes its state in one call"
+    if draft.adaptation != Adaptation(checkpoint_form=draft.adaptation.checkpoint_form):
+        return "an earlier attempt ran out of memory, so no copy is made"
+    copy, node = copied_bytes(draft, strategy), draft.hardware.memory_bytes
+    if host_bytes + copy > (1 - FREE_SHARE) * node:
+        return (
+            f"a copy of {human_bytes(copy)} beside {human_bytes(host_bytes)} would leave less than "
+            f"{FREE_SHARE:.0%} of the node's {human_bytes(node)} free"
+        )
+    return None
+
+
+def copied_bytes(draft: Draft, strategy: Strategy) -> int:
     """Return the bytes of a checkpoint that the processes of a node copy: those of all nodes write about as much. Whole
     tensors, of which processes write some each, differ by one at most.
     """
-    strategy, nodes = decided(draft.strategy), decided(draft.world).nodes
+    nodes = decided(draft.world).nodes
     size = checkpoint_bytes(draft, strategy)
     if nodes == 1 or strategy.name == "fsdp":
         return -(-size // nodes)

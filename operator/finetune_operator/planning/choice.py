@@ -1,24 +1,27 @@
-"""Choice among the forms of a training that fit: the one whose step takes the least time.
+"""Choice among the forms of a training that fit: the one that takes the least time, pauses for checkpoints included.
 
 Every strategy of the ladder, micro-batch and degree of tensor, pipeline and sequence parallelism that the spec leaves
 open is a candidate. Times are arithmetic on a few numbers and are computed for all; memory is estimated from the
-quickest candidate on, until one fits. Where times are not known (on CPUs, and for GPUs without figures) the first rung
-of the ladder that fits is taken, and degrees only if no rung fits.
+quickest candidate on, until no other can be as quick. Where times are not known (on CPUs, and for GPUs without figures)
+the first rung of the ladder that fits is taken, and degrees only if no rung fits.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from finetune_contract.trainer_job import Strategy
 from finetune_operator.api.rules.processes import requested_strategy
 from finetune_operator.api.types import ParallelismSpec
+from finetune_operator.planning.asynchronous_saving import saves_beside
 from finetune_operator.planning.batch import less_padded, micro_batches
 from finetune_operator.planning.cost import machine_of, step_work
 from finetune_operator.planning.degrees import slices, spreads
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.ladder import Fit, estimate, fit_at, fits, rungs, with_passes
+from finetune_operator.planning.pauses import Saving
 from finetune_operator.planning.step_time import time_of_step
 
 SIMPLER_MARGIN = 0.02
@@ -40,7 +43,9 @@ class Candidate:
     strategy: Strategy
     micro_batch: int
     seconds: float
-    """Time of a step."""
+    """Time of a step with its share of the checkpoints, as `beside` has them."""
+    beside: bool = False
+    """True if checkpoints are written beside the training, provided that the node's memory has room for a copy."""
 
     @property
     def effort(self) -> tuple[int, ...]:
@@ -62,9 +67,19 @@ class Candidate:
 def candidates(draft: Draft, asked: ParallelismSpec, micros: tuple[int, ...]) -> Iterator[Candidate]:
     """Yield the forms of one draft, with its degrees, on GPUs whose speed is known."""
     for rung in rungs(draft, asked):
+        beside = saves_beside(draft, rung, 0)
+        saving = Saving.of(draft, rung, beside)
         for micro in less_padded(draft, rung, micros):
             strategy = with_passes(draft, rung, micro)
-            yield Candidate(draft, rung, strategy, micro, decided(_seconds(draft, strategy, micro)))
+            seconds = saving.seconds_of_step(decided(_seconds(draft, strategy, micro)))
+            yield Candidate(draft, rung, strategy, micro, seconds, beside)
+
+
+def seconds_of_form(draft: Draft, fit: Fit) -> float | None:
+    """Return the time of a step of a form that fits, with its share of the checkpoints; None if it is not known."""
+    step = _seconds(draft, fit.strategy, fit.micro_batch)
+    beside = saves_beside(draft, fit.strategy, fit.memory.host_bytes)
+    return None if step is None else Saving.of(draft, fit.strategy, beside).seconds_of_step(step)
 
 
 def _seconds(draft: Draft, strategy: Strategy, micro: int) -> float | None:
@@ -100,16 +115,23 @@ class _Memory:
 
 def quickest(found: Iterable[Candidate], margin: float) -> tuple[Draft, Fit] | None:
     """Return the simplest candidate that fits and takes at most `SIMPLER_MARGIN` longer than the quickest that fits."""
-    by_time = sorted(found, key=lambda each: (each.seconds, each.effort))
-    memory = _Memory(margin)
-    best = next((each for each in by_time if memory.fit(each) is not None), None)
-    if best is None:
+    memory, least = _Memory(margin), math.inf
+    near: list[tuple[float, Candidate, Fit]] = []
+    for each in sorted(found, key=lambda each: (each.seconds, each.effort)):
+        if each.seconds > least * (1 + SIMPLER_MARGIN):
+            break
+        if (fit := memory.fit(each)) is None:
+            continue
+        # A node without room for a copy waits for each checkpoint.
+        waits = each.beside and not saves_beside(each.draft, fit.strategy, fit.memory.host_bytes)
+        seconds = decided(seconds_of_form(each.draft, fit)) if waits else each.seconds
+        least = min(least, seconds)
+        near.append((seconds, each, fit))
+    simple = [(each, fit) for seconds, each, fit in near if seconds <= least * (1 + SIMPLER_MARGIN)]
+    if not simple:
         return None
-    near = [each for each in by_time if each.seconds <= best.seconds * (1 + SIMPLER_MARGIN)]
-    for each in sorted(near, key=lambda near: near.effort):
-        if (fit := memory.fit(each)) is not None:
-            return each.draft, fit
-    return None
+    each, fit = min(simple, key=lambda pair: pair[0].effort)
+    return each.draft, fit
 
 
 def choose_fit(draft: Draft, asked: ParallelismSpec, micros: tuple[int, ...]) -> Fit | None:
@@ -147,7 +169,7 @@ def is_quicker(draft: Draft, other: Draft) -> bool:
     found, against = best_fit(draft), best_fit(other)
     if found is None or against is None:
         return False
-    seconds, least = (decided(_seconds(each, fit.strategy, fit.micro_batch)) for each, fit in (found, against))
+    seconds, least = (decided(seconds_of_form(*each)) for each in (found, against))
     return seconds * (1 + SIMPLER_MARGIN) < least
 
 

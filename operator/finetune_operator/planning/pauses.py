@@ -137,12 +137,38 @@ def pauses(draft: Draft, step_seconds: float, token_seconds: float) -> Pauses:
 
 def _saving(draft: Draft, step_seconds: float) -> Pauses:
     """Return the pauses for checkpoints."""
-    schedule, strategy, steps = decided(draft.checkpoints), decided(draft.strategy), decided(draft.steps).total
-    writing = save_seconds(draft, strategy)
-    if not schedule.asynchronous:
-        return Pauses(checkpoint_count(schedule, steps, step_seconds, writing), writing, None)
-    copying = copy_seconds(draft, strategy)
-    count = checkpoint_count(schedule, steps, step_seconds, copying, writing)
-    # The next one waits for the last, and the end of the training for all.
-    pause = copying + max(0.0, writing - steps * step_seconds / max(1, count))
-    return Pauses(count, pause, None, last_seconds=writing)
+    return Saving.of(draft, decided(draft.strategy), decided(draft.checkpoints).asynchronous).pauses(step_seconds)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Checkpoints of one form of a training, whose number depends on the time of a step."""
+
+    schedule: CheckpointSchedule
+    steps: int
+    """Optimizer steps of the training."""
+    writing: float
+    """Seconds in which one checkpoint is written."""
+    copying: float | None
+    """Seconds in which one is copied, where it is written beside the training; None: it is not."""
+
+    @classmethod
+    def of(cls, draft: Draft, strategy: Strategy, beside: bool) -> Saving:
+        """Return the checkpoints of a draft with `strategy`; `beside`: they are written beside the training."""
+        schedule, steps = decided(draft.checkpoints), decided(draft.steps).total
+        copying = copy_seconds(draft, strategy) if beside else None
+        return cls(schedule, steps, save_seconds(draft, strategy), copying)
+
+    def pauses(self, step_seconds: float) -> Pauses:
+        """Return the pauses for checkpoints; those for validations are unknown."""
+        schedule, steps, writing = self.schedule, self.steps, self.writing
+        if self.copying is None:
+            return Pauses(checkpoint_count(schedule, steps, step_seconds, writing), writing, None)
+        count = checkpoint_count(schedule, steps, step_seconds, self.copying, writing)
+        # The next one waits for the last, and the end of the training for all.
+        pause = self.copying + max(0.0, writing - steps * step_seconds / max(1, count))
+        return Pauses(count, pause, None, last_seconds=writing)
+
+    def seconds_of_step(self, step_seconds: float) -> float:
+        """Return the time of a step with its share of all pauses for checkpoints."""
+        return step_seconds + sum(self.pauses(step_seconds).parts.values()) / max(1, self.steps)
