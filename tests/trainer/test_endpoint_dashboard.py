@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from monitoring import ROOT, matchers, promtool
 from picture_support.panels import View, put_in
 from picture_support.samples import Engine, missing_programs, prometheus
 from served_series import TARGET, VLLM_TARGET, VllmMetrics
-from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
 from trainer_support.served import Served, served
 from trainer_support.served_models import ROWS, write_served_model
@@ -88,27 +86,11 @@ def send(server: Served) -> None:
     """Send a request that is answered once the others are: one whose deadline is over, and one that finds the queue
     full.
     """
-    hold, entered = threading.Event(), threading.Event()
-    engine, answer = server.state.engine, server.state.engine.answer
     texts = [row["text"] for row in ROWS[TASK]]
-
-    def held(*given: Any) -> Any:
-        entered.set()
-        hold.wait(patient(30))
-        return answer(*given)
-
-    engine.answer = held  # type: ignore[method-assign]  # to keep the queue full until the others are answered
-    codes: list[int] = []
-    sender = threading.Thread(target=lambda: codes.append(server.request("/", {"inputs": texts[:2]}).code))
-    try:
-        sender.start()
+    with server.held({"inputs": texts[:2]}) as (entered, codes):
         wait_until(entered.is_set, "the server computes")
         late = server.request("/", {"inputs": texts[0]}, {"X-Request-Timeout-Ms": "1"}).code
         refused = server.infer(text=texts[:4]).code
-    finally:
-        hold.set()
-        sender.join(patient(30))
-        engine.answer = answer  # type: ignore[method-assign]
     assert (codes, late, refused) == ([200], 504, 429)
 
 

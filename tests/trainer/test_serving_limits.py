@@ -144,33 +144,13 @@ def test_no_bytes_are_answered_with_a_server_error(server: Served, sent: bytes) 
 
 
 def test_full_queue_answers_429_and_keeps_the_accepted_requests(server: Served) -> None:
-    hold, entered = threading.Event(), threading.Event()
-    engine, answer = server.state.engine, server.state.engine.answer
-
-    def held(*given: Any) -> Any:
-        entered.set()
-        hold.wait(patient(30))
-        return answer(*given)
-
-    engine.answer = held  # type: ignore[method-assign]  # to keep the queue full until the test has looked
-    codes: list[int] = []
-    senders = [
-        threading.Thread(target=lambda: codes.append(server.request("/", {"inputs": ["a"] * 4}).code)) for _ in "12"
-    ]
-    try:
-        for each in senders:
-            each.start()
+    late, body = "X-Request-Timeout-Ms", {"inputs": ["a"] * 4}
+    with server.held(body, body) as (entered, codes):
         wait_until(lambda: server.state.batcher.queued == 8 and entered.is_set(), "the queue is full")
         refused = server.request("/", {"inputs": "a"})
-        late = "X-Request-Timeout-Ms"
         assert refused.code == 429
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.headers["x-endpoint-revision"] == "3"
-    finally:
-        hold.set()
-        for each in senders:
-            each.join(patient(30))
-        engine.answer = answer  # type: ignore[method-assign]
     assert codes == [200, 200]
     assert server.request("/", {"inputs": "a"}, {late: "60000"}).code == 200
     assert server.request("/", {"inputs": "a"}, {late: "soon"}).code == 400

@@ -64,6 +64,36 @@ class Served:
         ]
         return self.request(f"/v2/models/{self.state.engine.name}/infer", {"inputs": tensors})
 
+    @contextmanager
+    def held(self, *bodies: object) -> Iterator[tuple[threading.Event, list[int]]]:
+        """Send requests with these bodies, and keep the first from its answer while the block runs. Yield an event that
+        is set once the server computes, and the codes of the answers, complete after the block.
+        """
+        hold, entered = threading.Event(), threading.Event()
+        engine, answer = self.state.engine, self.state.engine.answer
+
+        def held(*given: Any) -> Any:
+            entered.set()
+            hold.wait(patient(30))
+            return answer(*given)
+
+        engine.answer = held  # type: ignore[method-assign]  # to keep the queue full until the block has looked
+        codes: list[int] = []
+
+        def send(body: object) -> None:
+            codes.append(self.request("/", body).code)
+
+        senders = [threading.Thread(target=send, args=(body,)) for body in bodies]
+        try:
+            for each in senders:
+                each.start()
+            yield entered, codes
+        finally:
+            hold.set()
+            for each in senders:
+                each.join(patient(30))
+            engine.answer = answer  # type: ignore[method-assign]
+
 
 @contextmanager
 def loading(
