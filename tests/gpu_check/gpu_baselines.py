@@ -30,12 +30,13 @@ def train(name: str, folder: Path, size: Size, gpus: int, limit: float) -> Mappi
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={max(gpus, 1)}"]
     arguments = [name, str(folder), json.dumps(asdict(size))]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     run = subprocess.run(
         [*command, "-m", "gpu_check.gpu_baselines", *arguments],
         capture_output=True,
         text=True,
         timeout=limit,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path},
         check=False,
     )
     if run.returncode:
