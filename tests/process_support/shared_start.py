@@ -113,9 +113,11 @@ class StartServer:
 
 
 def main(address: str) -> None:
-    """Fork on request until SIGTERM."""
+    """Fork on request until SIGTERM, or until the tests' process has ended, also if it was killed."""
+    from finetune_trainer.launching.child_supervisor import end_with_parent
     from process_support.forked import preload
 
+    end_with_parent()
     preload()
     import torch.distributed.launcher.api
 
