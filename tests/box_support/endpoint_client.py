@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -77,13 +77,24 @@ class Client:
         reply.raise_for_status()
         return str(reply.json()[0][0]["label"]), int(reply.headers["X-Endpoint-Revision"])
 
-    def label_with_retries(self, texts: Sequence[str], back_off: Sequence[float]) -> tuple[str, int]:
-        """Do what `label` does; try again after each time of `back_off` if there is no answer at all."""
+    def label_with_retries(
+        self,
+        texts: Sequence[str],
+        back_off: Sequence[float],
+        failures: type[OSError] = requests.ConnectionError,
+        on_retry: Callable[[], None] = lambda: None,
+    ) -> tuple[float, str, int]:
+        """Do what `label` does, and try again after each time of `back_off` if one of `failures` is raised, by default
+        no answer at all. Return the start of the answered try on the monotonic clock, label and revision.
+        """
         for wait in back_off:
-            with suppress(requests.ConnectionError):
-                return self.label(*texts)
+            began = time.monotonic()
+            try:
+                return began, *self.label(*texts)
+            except failures:
+                on_retry()
             time.sleep(patient(wait))
-        return self.label(*texts)
+        return time.monotonic(), *self.label(*texts)
 
     @contextmanager
     def steady_requests(
@@ -92,23 +103,20 @@ class Client:
         """Send a request every `each_seconds` while the block runs; the answers are complete after it."""
         answers, over, lock = Answers(), Event(), Lock()
 
+        def count_retry() -> None:
+            with lock:
+                answers.retried += 1
+
         def send_request() -> None:
-            for wait in (*back_off, None):
-                began = time.monotonic()
-                try:
-                    label, revision = self.label(text)
-                except OSError as error:
-                    with lock:
-                        if wait is None:
-                            answers.failed.append(repr(error))
-                            return
-                        answers.retried += 1
-                    time.sleep(patient(wait))
-                else:
-                    with lock:
-                        answers.labels[label] += 1
-                        answers.revisions.append((began, revision))
-                    return
+            try:
+                began, label, revision = self.label_with_retries([text], back_off, OSError, count_retry)
+            except OSError as error:
+                with lock:
+                    answers.failed.append(repr(error))
+            else:
+                with lock:
+                    answers.labels[label] += 1
+                    answers.revisions.append((began, revision))
 
         def send(pool: ThreadPoolExecutor) -> None:
             while not over.wait(each_seconds):

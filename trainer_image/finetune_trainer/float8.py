@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from finetune_contract.choices import Device
-from finetune_contract.facts import FP8_FROM
+from finetune_contract.facts import FP8_FROM, FP8_MULTIPLE
 from finetune_contract.layout import FailureClass
 from finetune_trainer.adapters import block_linears
 from finetune_trainer.device_units import capability_of, has_fp8
@@ -38,8 +38,6 @@ from finetune_trainer.failures import StageError, needed_library
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
-_MULTIPLE = 16
-"""Divisor of both sides of a weight, which torch's scaled product requires."""
 _ROUTERS = frozenset({"gate", "router", "wg"})
 """Names in transformers' models of a layer that chooses experts, or of its parent module."""
 
@@ -234,8 +232,8 @@ def _why_not(name: str, layer: nn.Module) -> str | None:
         return f"of type {type(layer).__name__}"
     if _ROUTERS & set(name.split(".")):
         return "that route to experts"
-    if layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE:
-        return f"with a dimension that is not a multiple of {_MULTIPLE}"
+    if layer.in_features % FP8_MULTIPLE or layer.out_features % FP8_MULTIPLE:
+        return f"with a dimension that is not a multiple of {FP8_MULTIPLE}"
     return None
 
 

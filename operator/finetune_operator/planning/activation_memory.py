@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from finetune_contract.choices import LANGUAGE_TASKS
+from finetune_contract.choices import DECODER_TASKS, LANGUAGE_TASKS
 from finetune_contract.plans import (
     CHUNKED_LOSS_FAMILIES,
     CHUNKED_LOSS_TASKS,
@@ -145,7 +145,7 @@ def _logit_bytes(work: Workload, moment: Moment) -> int:
     Decoders convert their logits to fp32, and autocast does so for all. Otherwise the loss computes in the type of the
     logits, and FSDP returns them in fp32; BART's have a bias in fp32 there. Gemma 2 keeps the tanh of its logits.
     """
-    width, decoder = work.compute_bytes, work.task in ("text-generation", "preference-tuning")
+    width, decoder = work.compute_bytes, work.task in DECODER_TASKS
     capped = width if work.model.model_type == "gemma2" else 0
     sharded = work.strategy.name == "fsdp"
     family = work.model.model_type

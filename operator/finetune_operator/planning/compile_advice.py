@@ -8,6 +8,7 @@ where the same job without it is sound. So the plan names the gain, and the job'
 from __future__ import annotations
 
 from finetune_contract.arguments import COMPILATION
+from finetune_contract.choices import DECODER_TASKS
 from finetune_contract.facts import BF16_FROM
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.planning.combination_checks import with_spec
@@ -22,7 +23,6 @@ COMPILE_SECONDS = 180.0
 """Time of the two compilations of a block in an attempt. Assumed: no measurement on a GPU is known. A block alone
 compiles several times as fast as a whole model (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html).
 """
-_DECODERS = ("text-generation", "preference-tuning")
 
 
 def advise_compilation(draft: Draft) -> Draft:
@@ -32,7 +32,7 @@ def advise_compilation(draft: Draft) -> Draft:
     if draft.problems:
         return draft  # the training was refused, and has no strategy
     arguments, spec = draft.training.arguments, draft.spec
-    if any(name in arguments for name in COMPILATION) or spec.task not in _DECODERS or not _compiles_well(draft):
+    if any(name in arguments for name in COMPILATION) or spec.task not in DECODER_TASKS or not _compiles_well(draft):
         return draft
     training = draft.training.model_copy(update={"arguments": {**arguments, "torch_compile": True}})
     compiled = with_spec(draft, spec.model_copy(update={"training": training}))

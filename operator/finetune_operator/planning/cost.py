@@ -8,7 +8,7 @@ price is not known.
 from __future__ import annotations
 
 from finetune_contract.arguments import allows_tf32, compiles, needs_whole_logits
-from finetune_contract.choices import Precision
+from finetune_contract.choices import DECODER_TASKS, Precision
 from finetune_contract.facts import ModelFacts
 from finetune_contract.plans import (
     CHUNKED_LOSS_FAMILIES,
@@ -74,7 +74,7 @@ def forward_flops(model: ModelFacts, tokens: float, length: float, tied: int = 0
 def tied_head(draft: Draft) -> int:
     """Return the embeddings that score every token of the vocabulary in a task that predicts one for each token."""
     model = draft.model
-    scores = draft.spec.task in ("text-generation", "preference-tuning", "masked-lm")
+    scores = draft.spec.task in (*DECODER_TASKS, "masked-lm")
     return model.vocabulary_size * model.hidden_size if scores and model.tied_embeddings else 0
 
 
@@ -125,7 +125,7 @@ def step_work(draft: Draft, strategy: Strategy, micro: int, accumulation: int) -
     """Return what a step of `accumulation` micro-batches of `micro` rows computes and sends."""
     task, lengths, parts = draft.spec.task, draft.lengths, trained_parameters(draft.model, draft.adapter)
     adapted = adapted_sizes(draft.model, draft.adapter)
-    texts = task in ("text-generation", "preference-tuning")
+    texts = task in DECODER_TASKS
     # A padded batch has a mask, with which attention computes every score, and packs have one unless each row is
     # computed by itself.
     apart = draft.packing and not draft.why_packs_have_masks(strategy)

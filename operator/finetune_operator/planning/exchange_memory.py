@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from finetune_contract.choices import Device
+from finetune_contract.choices import DECODER_TASKS, Device
 from finetune_contract.facts import ModelFacts
 from finetune_contract.plans import AVERAGED_ELEMENTS
 from finetune_operator.planning.activation_memory import BACKWARD, Moment, loss_chunk, micro_batches_at_once
@@ -74,7 +74,7 @@ def gathers_ends_apart(work: Workload) -> bool:
     """Return whether FSDP gathers embeddings and head as groups of their own: those of a decoder that share no weight
     (`finetune_trainer.strategies.fsdp_groups`).
     """
-    decoder = work.task in ("text-generation", "preference-tuning")
+    decoder = work.task in DECODER_TASKS
     return work.strategy.name == "fsdp" and decoder and not work.model.tied_embeddings
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from finetune_contract.byte_text import MIB
-from finetune_contract.choices import LANGUAGE_TASKS, InferencePrecision, Task
+from finetune_contract.choices import DECODER_TASKS, LANGUAGE_TASKS, InferencePrecision, Task
 from finetune_contract.facts import ModelFacts
 from finetune_contract.plans import JUDGED_LOGITS, REQUESTED_LOGITS
 from finetune_contract.trainer_job import Strategy, World
@@ -219,9 +219,7 @@ def inference_bytes(
     width, judged = work.compute_bytes, 0
     if task in LANGUAGE_TASKS:
         logits, copies = tokens * model.vocabulary_size, 2 if task in ("summarization", "translation") else 1
-        there = (
-            min(logits, 2 * REQUESTED_LOGITS) if task in ("text-generation", "preference-tuning") else copies * logits
-        )
+        there = min(logits, 2 * REQUESTED_LOGITS) if task in DECODER_TASKS else copies * logits
         judged = width * there + (width + 8) * min(logits, JUDGED_LOGITS)
     layers = -(-model.layers // devices)
     kept = cached * 2 * layers * model.key_value_width * width

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from finetune_contract.choices import Precision
-from finetune_contract.facts import LinearWidths, ModelFacts
+from finetune_contract.facts import FP8_MULTIPLE, LinearWidths, ModelFacts
 from finetune_contract.trainer_job import Strategy
-
-_MULTIPLE = 16
-"""Divisor of both sides of a layer that multiplies in fp8 (`finetune_trainer.float8`)."""
 
 
 def rounded_weights(model: ModelFacts, strategy: Strategy, precision: Precision, ranks: int) -> int:
@@ -23,4 +20,4 @@ def _divides(layers: LinearWidths, ranks: int) -> bool:
     """Return whether the rows of these layers' weights divide among `ranks`, as torchao requires."""
     # The n layers of a name have one shape: n i o / n i = o.
     outputs, inputs = layers.weights // layers.inputs, layers.weights // layers.outputs
-    return outputs % _MULTIPLE == inputs % _MULTIPLE == 0 and outputs % ranks == 0
+    return outputs % FP8_MULTIPLE == inputs % FP8_MULTIPLE == 0 and outputs % ranks == 0

@@ -25,6 +25,8 @@ LANGUAGE_TASKS: tuple[Task, ...] = (
 """Tasks whose model outputs the vocabulary, with a head that was pre-trained with its body."""
 WRITING_TASKS: tuple[Task, ...] = ("text-generation", "preference-tuning", "summarization", "translation")
 """Tasks whose predictions are text that the model generates."""
+DECODER_TASKS: tuple[Task, ...] = ("text-generation", "preference-tuning")
+"""Tasks whose model is a decoder."""
 LENGTH_GROUPED_TASKS: tuple[Task, ...] = ("text-classification",)
 """Tasks where all rows of a step have similar length by default, which saves padding. Not tasks that learn each token,
 or a position: short and long rows differ in content there, and steps of only short rows learn worse.

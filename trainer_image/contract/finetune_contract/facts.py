@@ -134,6 +134,8 @@ TF32_FROM = (8, 0)
 """Compute capability of Ampere, the first chips whose tensor cores multiply fp32 in TF32."""
 FP8_FROM = (8, 9)
 """Compute capability of Ada, the first chips whose tensor cores multiply in fp8."""
+FP8_MULTIPLE = 16
+"""Divisor of both sides of a weight that is multiplied in fp8, which torch's scaled product requires."""
 
 
 class DeviceFacts(Message):
