@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from finetune_contract.trainer_job import Strategy
 from finetune_trainer.stored_weights import as_stored, log_private_weights, private_bytes
@@ -38,14 +38,18 @@ def write_llama(folder: Path, dtype: torch.dtype = HALF, **config: Any) -> Path:
     return folder
 
 
-def write_gpt2(folder: Path) -> Path:
-    """Write a decoder whose layers are Conv1D, with embeddings that are tied to the head."""
+def write_small(folder: Path, family: str) -> None:
+    """Write a decoder of 4 layers without dropout in bf16: of GPT-2 with Conv1D layers and tied embeddings, of
+    StarCoder2 with biases.
+    """
     torch.manual_seed(3)
-    config = GPT2Config(
-        vocab_size=41, n_embd=16, n_layer=4, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-    )
-    GPT2LMHeadModel(config).to(HALF).save_pretrained(folder)
-    return folder
+    sizes = SMALL | {"num_hidden_layers": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    made = AutoConfig.for_model(family, **sizes, **(drops if family == "gpt2" else {"num_key_value_heads": 2}))
+    model = AutoModelForCausalLM.from_config(made)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.1)  # biases, too
+    model.to(HALF).save_pretrained(folder)
 
 
 def as_it_is_stored(folder: Path) -> Any:
@@ -196,13 +200,14 @@ def test_process_has_no_more_than_its_part_in_memory(way: str, large: Path, benc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "family"), [*((way, family) for way in WAYS for family in ("llama", "gpt2")), ("tensor", "starcoder2")]
+)
 def test_training_is_that_of_a_model_converted_before(way: str, family: str, bench: Any, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    model = write_gpt2(folder) if family == "gpt2" else write_llama(folder, **SMALL)
+    write_small(folder, family)
     results = {
-        before: two_processes("trained", bench, way, model, tmp_path / str(before), converted=before)
+        before: two_processes("trained", bench, way, folder, tmp_path / str(before), converted=before)
         for before in (False, True)
     }
     assert results[False] == results[True]

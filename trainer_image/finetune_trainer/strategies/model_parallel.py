@@ -24,7 +24,7 @@ from finetune_trainer.distributed import barrier, patiently_gathered
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import FileEntry
 from finetune_trainer.stored_weights import in_training_type
-from finetune_trainer.strategies.divided_tensors import divided_like, is_divided, whole_of
+from finetune_trainer.strategies.divided_tensors import divided_like, is_divided, placement_of, whole_of
 from finetune_trainer.strategies.full_state import (
     OPTIMIZER,
     WEIGHTS,
@@ -146,7 +146,8 @@ class ModelParallel(FullState):
             split_layers(model, self._mesh[TENSOR], of_kept_layers(self._plan, model), self._device)
             if sliced:
                 slice_tokens_between_layers(model, self._mesh[TENSOR])
-        in_training_type((each for each in model.parameters() if not is_divided(each, TENSOR)), device=self._device)
+        rest = (each for each in model.parameters() if placement_of(each, TENSOR) is None)
+        in_training_type(rest, device=self._device)
         if self.pipeline is not None:
             self.pipeline.build_stages(model)
             model.forward = self.pipeline.evaluate
