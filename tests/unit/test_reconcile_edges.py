@@ -376,6 +376,53 @@ def test_job_without_pods_names_the_command_for_its_events():
     assert world.job_condition("Running")[2] == "Waiting for 1 pod of reviews-prepare-1 to start."
 
 
+def without_pods(stage: str) -> World:
+    """A world whose pods of the stage ran and then disappeared, while their Job is not over."""
+    world = training() if stage == "train" else World()
+    world.settle()
+    world.start()
+    world.settle()
+    for pod in world.pods_of(world.newest()):
+        del world.pods[pod]
+    world.settle()
+    return world
+
+
+@pytest.mark.parametrize("stage", ["prepare", "train"])
+def test_attempt_without_its_pods_restarts_free_of_charge(stage: str):
+    world = without_pods(stage)
+    name, gone = world.newest(), f"All pods of Job {world.newest()} are gone, and its controller"
+    message = f"{gone} has neither created others nor ended it."
+    assert world.job_condition("Running") == ("False", "WaitingForPods", message)
+    world.wait(299)
+    assert world.stage(stage) == ("Running", 1)
+    world.wait(1)
+    failure = world.job().status.failure
+    assert failure is not None
+    assert (failure.failure_class, failure.message) == (
+        "PodsGone",
+        f"{gone} neither created others nor ended it for 300 s.",
+    )
+    world.wait(60)
+    assert world.stage(stage) == ("Running", 2)
+    assert name not in world.children, "pods of two attempts could write to one folder"
+    status = world.job().status
+    assert (status.restarts, status.counted_restarts) == (1, 0)
+
+
+def test_pods_that_come_back_have_all_the_time_again():
+    world = without_pods("train")
+    world.wait(299)
+    world.start()
+    world.settle()
+    assert world.job_condition("Running")[0] == "True"
+    world.wait(10)
+    for pod in world.pods_of(world.newest()):
+        del world.pods[pod]
+    world.wait(299)
+    assert world.stage("train") == ("Running", 1)
+
+
 def pulling(world: World, pod: str, reason: str | None) -> None:
     waiting = {"waiting": {"reason": reason, "message": "try again"}} if reason else {"running": {}}
     world.pods[pod]["status"]["containerStatuses"] = [{"name": "pytorch", "state": waiting}]

@@ -181,7 +181,8 @@ def _underway(state: ReconcileState, stage: StageStatus, child: ChildView, pods:
     state = state.requeue(_next_loss_at(pods, state.now))
     if child.deleting:
         return state.with_findings(waiting=f"{child.ref.kind} {child.ref.name} is being deleted.")
-    wait = pod_wait(child, pods, state.now, state.settings.limits, stage.blocked_since)
+    placed = stage.nodes_since is not None
+    wait = pod_wait(child, pods, state.now, state.settings.limits, stage.blocked_since, placed=placed)
     blocked = None if wait is None else wait.blocked_since
     stage = with_pod_times(stage.model_copy(update={"blocked_since": blocked}), pods)
     state = state.with_stage(stage)
