@@ -172,8 +172,8 @@ class Cluster:
                 continue
             kind = "/".join(str(object_[part]) for part in ("resource", "subresource") if part in object_)
             agent = str(entry.get("userAgent", "")).partition("/")[0]
-            what = f"{entry['verb']} {kind} {object_['name']}: {entry.get('responseStatus', {}).get('code')}"
-            found.append(f"{entry['stageTimestamp']} {agent}: {what}")
+            write = f"{entry['verb']} {kind} {object_['name']}: {entry.get('responseStatus', {}).get('code')}"
+            found.append(f"{entry['stageTimestamp']} {agent}: {write}")
         return found
 
     def controller_lines(self, name: str) -> list[str]:
