@@ -176,7 +176,9 @@ def _rule_against(spec: FineTuneJobSpec, argument: str, given: JsonValue) -> str
     would break none.
     """
     changed = with_same(spec, argument, given)
-    for rule in () if changed is None else RULES:
+    if changed is None:
+        return None
+    for rule in RULES:
         if rule.holds(spec) and not rule.holds(changed):
             path, text = rule.reported(changed)
             return f"spec.{path} {text}"
