@@ -105,6 +105,17 @@ ROWS = (
     ),
     SwitchedOff(
         (
+            "finetune_trainer.strategies.whole_answers:shared_from_first",
+            "finetune_trainer.strategies.model_parallel:shared_from_first",
+            "finetune_trainer.strategies.sequence:shared_from_first",
+        ),
+        "has rank 0 compute the answers of the whole model, and sends them to all",
+        "computes them on each process",
+        "they are sent as a pickled object",
+        lambda compute: compute(),
+    ),
+    SwitchedOff(
+        (
             "finetune_trainer.distributed:summed",
             "finetune_trainer.training.loop:summed",
             "finetune_trainer.training.engine:summed",

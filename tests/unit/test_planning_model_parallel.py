@@ -223,23 +223,18 @@ def test_first_process_of_a_pipeline_has_no_logits():
     assert sizes[0] < sizes[1] == sizes[2]
 
 
-@pytest.mark.parametrize(
-    ("width", "tensor", "needs"),
-    [
-        # 4 once in the files; the copy of a checkpoint has 12 in each case.
-        pytest.param(4, 1, 4 + 12, id="weights in fp32 stay in their files"),
-        # 4 once in the files, 4 / 4 / 2 stages in each of 8 processes.
-        pytest.param(4, 4, 8 + 12, id="tensor ranks copy their shards"),
-        pytest.param(2, 1, 32 + 12, id="others are converted by each process"),
-        pytest.param(2, 2, 40 + 12, id="and then split"),
-    ],
-)
-def test_host_memory_holds_read_and_saved_weights(width: int, tensor: int, needs: int):
+@pytest.mark.parametrize("tensor", [1, 4])
+@pytest.mark.parametrize("width", [4, 2])
+def test_host_memory_holds_read_and_saved_weights(width: int, tensor: int):
     model = LLAMA.model_copy(update={"parameter_bytes": width * LLAMA.parameters})
     parallelism = {"tensor": tensor, "pipeline": {"degree": 2}}
     result = planned({"parallelism": parallelism}, model=model)
     assert result.memory is not None
-    assert result.memory.host_bytes - 8 * CPU_PROCESS_BYTES == needs * LLAMA.parameters
+    # On rank 0 all but 15 of 16 blocks are converted to fp32, none of files in fp32; later the embeddings are gathered.
+    converted = LLAMA.parameters - 15 * LLAMA.block_parameters if width == 2 else 0
+    copied = 12 * LLAMA.parameters  # a checkpoint: weights and two moments
+    needed = 4 * max(converted, LLAMA.embedding_parameters) + copied
+    assert result.memory.host_bytes - 8 * CPU_PROCESS_BYTES == needed
 
 
 # ---------------------------------------------------------------------------------------------------------- decisions

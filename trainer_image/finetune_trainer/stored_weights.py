@@ -9,8 +9,11 @@ training is the same.
 
 from __future__ import annotations
 
+import logging
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -21,6 +24,11 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune_contract.choices import Precision
 from finetune_trainer.device_units import TORCH_TYPES
+
+log = logging.getLogger(__name__)
+
+_WORTH_WARNING = 2**30
+"""Bytes of weights in a process's own memory above which the log warns of them."""
 
 
 def as_stored(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
@@ -73,11 +81,67 @@ def in_training_type(
     type in `narrow`. Integers keep theirs. Weights in 4 bits stay: `Module.to` moves them with their scales.
     """
     for parameter in parameters:
-        if getattr(parameter, "quant_state", None) is not None:
+        if _is_packed(parameter):
             continue
         parameter.data = parameter.data.to(device)
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(narrow.get(id(parameter), torch.float32))
+
+
+def place_on(device: torch.device | str, model: nn.Module, precision: Precision) -> None:
+    """Move the parameters of `model` to `device`, in the types in which they are trained with `precision`."""
+    in_training_type(model.parameters(), narrow_weights(model, precision), device)
+
+
+def is_converted(parameter: torch.Tensor) -> bool:
+    """Return whether `parameter` may be stored in another type than it is trained in: all but integers and 4 bits."""
+    return parameter.is_floating_point() and not _is_packed(parameter)
+
+
+def _is_packed(parameter: torch.Tensor) -> bool:
+    """Return whether `parameter` holds weights in 4 bits."""
+    return getattr(parameter, "quant_state", None) is not None
+
+
+def log_private_weights(model: nn.Module) -> None:
+    """Log how much of `model`, which is loaded as stored, this process holds in memory of its own until it is placed:
+    weights of other files than safetensors, and those that are converted or merged while they are read.
+    """
+    weights = [each for each in model.parameters() if is_converted(each)]
+    private = private_bytes(weights)
+    if private is None:
+        return
+    log.log(
+        logging.WARNING if private >= _WORTH_WARNING else logging.INFO,
+        "Until the model is spread, each process holds %.2f of its %.2f GiB in its own memory; the rest is mapped from "
+        "safetensors files.",
+        private / 2**30,
+        sum(each.nbytes for each in weights) / 2**30,
+    )
+
+
+def private_bytes(weights: Iterable[torch.Tensor]) -> int | None:
+    """Return the bytes of `weights` in host memory that is not mapped from a file; None where the system does not list
+    mappings.
+    """
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    mapped: list[tuple[int, int]] = []
+    for line in lines:
+        # start-end permissions offset device inode path
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5].startswith("/") and not fields[5].startswith("/dev/"):
+            start, end = (int(each, 16) for each in fields[0].split("-"))
+            mapped.append((start, end))
+    starts = [start for start, _ in mapped]
+
+    def is_mapped(address: int) -> bool:
+        at = bisect_right(starts, address) - 1
+        return at >= 0 and address < mapped[at][1]
+
+    return sum(each.nbytes for each in weights if each.device.type == "cpu" and not is_mapped(each.data_ptr()))
 
 
 def narrow_weights(model: nn.Module, precision: Precision) -> dict[int, torch.dtype]:
@@ -94,7 +158,6 @@ def narrow_weights(model: nn.Module, precision: Precision) -> dict[int, torch.dt
         if len(getattr(module, "lora_magnitude_vector", ())):
             others.add(id(cast(Any, module).get_base_layer().weight))
         for name, parameter in module.named_parameters(recurse=False):
-            whole = parameter.is_floating_point() and getattr(parameter, "quant_state", None) is None
-            linear = isinstance(module, nn.Linear | Conv1D) and name == "weight" and whole
+            linear = isinstance(module, nn.Linear | Conv1D) and name == "weight" and is_converted(parameter)
             (mine if linear and not parameter.requires_grad else others).add(id(parameter))
     return {} if computed_in is torch.float32 else dict.fromkeys(mine - others, computed_in)

@@ -218,14 +218,12 @@ def _loading_bytes(work: Workload) -> int:
     node share the pages, which are reclaimable (`finetune_trainer.stored_weights`; with transformers 5.23 and
     safetensors 0.8 the private memory of a process grows by less than 0.1 bytes a parameter). In memory are experts,
     which files hold one by one and models in one piece; weights in 4 bits, which are rounded there; those that DoRA
-    takes norms of in fp32; and whole models that are split.
+    takes norms of in fp32; and a part of a model that is split, while its answers are compared.
     """
     model, processes = work.model, work.world.processes_per_node
-    if work.strategy.model_ranks > 1 or work.strategy.sequence > 1:
-        return _spreading_bytes(work)
     merged = model.parameter_bytes if model.idle_parameters else 0
     packed = int(FOUR_BIT_BYTES * work.four_bit) + 4 * largest_linear(model) if work.four_bit else 0
-    return (merged + packed + _normed_bytes(work)) * processes
+    return (merged + packed + _normed_bytes(work)) * processes + _comparing_bytes(work)
 
 
 def _normed_bytes(work: Workload) -> int:
@@ -240,15 +238,19 @@ def _mapped_in_fp32(model: ModelFacts) -> bool:
     return model.parameter_bytes > 3 * model.parameters
 
 
-def _spreading_bytes(work: Workload) -> int:
-    """Return the host memory of a node while it reads a model for tensor, pipeline or sequence parallelism, whose
-    processes compare answers before and after: each has the model in fp32, which is not in memory only where the files
-    are in fp32, too. Tensor ranks then copy their shards of the layers of their stages.
+def _comparing_bytes(work: Workload) -> int:
+    """Return the host memory of a node while the answers of a model are compared before and after tensor, pipeline or
+    sequence parallelism: in fp32 are one block and the weights outside of blocks, except those of files in fp32.
+
+    The answers of the whole model are computed on rank 0 alone, those of slices of rows on every process, which has all
+    weights (`finetune_trainer.strategies.whole_answers`).
     """
-    whole, processes, tensor = 4 * work.model.parameters, work.world.processes_per_node, work.strategy.tensor
-    stages = 1 if work.strategy.pipeline is None else work.strategy.pipeline.degree
-    shards = whole * processes // (tensor * stages) if tensor > 1 else 0
-    return (whole if _mapped_in_fp32(work.model) else whole * processes) + shards
+    model, processes = work.model, work.world.processes_per_node
+    spread = work.strategy.model_ranks > 1 or work.strategy.sequence > 1
+    if not spread or _mapped_in_fp32(model):
+        return 0
+    outside = max(0, model.parameters - model.layers * model.block_parameters)
+    return 4 * (outside + model.block_parameters) * (processes if work.strategy.sequence > 1 else 1)
 
 
 def saving_bytes(work: Workload) -> int:

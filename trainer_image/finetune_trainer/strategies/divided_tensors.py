@@ -180,11 +180,20 @@ def _slice_of_tensor_rank(value: DTensor) -> torch.Tensor:
     return gathered[:rows].contiguous()
 
 
-def divided_like(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """Return `value`, which every process has whole, divided like `model`."""
+def divided_like(
+    value: torch.Tensor,
+    model: torch.Tensor,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return `value`, which every process has whole, divided like `model`: on `device`, by default that of `model`, in
+    `dtype`, by default that of `value`. No other part of `value` is read. Raise ValueError as `blocks_of`.
+    """
     if not isinstance(model, DTensor):
         return value
-    local: Any = torch.empty(model.to_local().shape, dtype=value.dtype, device=model.to_local().device)
+    like = model.to_local()
+    local: Any = torch.empty(like.shape, dtype=dtype or value.dtype, device=device or like.device)
     for block in blocks_of(model):
         there = tuple(slice(at, at + size) for at, size in zip(block.local_offsets, block.sizes, strict=True))
         here = tuple(slice(at, at + size) for at, size in zip(block.offsets, block.sizes, strict=True))

@@ -23,7 +23,8 @@ from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.distributed import barrier, patiently_gathered
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import FileEntry
-from finetune_trainer.strategies.divided_tensors import divided_like, is_divided, whole_of
+from finetune_trainer.stored_weights import in_training_type
+from finetune_trainer.strategies.divided_tensors import divided_like, is_divided, placement_of, whole_of
 from finetune_trainer.strategies.full_state import (
     OPTIMIZER,
     WEIGHTS,
@@ -60,6 +61,7 @@ from finetune_trainer.strategies.tensor import (
     summed_weights,
     tensor_plan,
 )
+from finetune_trainer.strategies.whole_answers import fp32_by_block, shared_from_first
 from finetune_trainer.tensor_files import TensorForm, storage_order, write_gathered
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ class ModelParallel(FullState):
     name: StrategyName = "ddp"
     spreads_itself = True
     scales_loss = False
-    takes_weights: WeightsPlace = "host"
+    takes_weights: WeightsPlace = "files"
     _norm_over: tuple[str, ...] = (TENSOR, PIPELINE)
     """Dimensions of the mesh whose processes have different gradients at the optimizer's step."""
 
@@ -124,13 +126,13 @@ class ModelParallel(FullState):
     # ---------------------------------------------------------------------------------------------------------- set-up
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Remove the layers of other stages, then split the others, which puts them on the device; the model's output
-        must stay the same.
+        """Remove the layers of other stages, then split the others, and put them on the device in fp32; the model's
+        output must stay the same. Rank 0 computes that of the whole model: the others read their own parts alone.
         """
         self._mesh = self.shape.build(self._device)
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
         self._tied = tied_names(model)
-        expected, sliced = _probe(model), False
+        expected, sliced = shared_from_first(lambda: _whole_probe(model)), False
         if self.shape.tensor > 1:
             self._plan = tensor_plan(model, self.shape.tensor)
             if sliced := self._settings.pipeline is None and has_sliced_norms(model):
@@ -141,9 +143,11 @@ class ModelParallel(FullState):
             self.pipeline = Pipeline(model, self._settings.pipeline, self._mesh[PIPELINE])
             self._tied_groups = self._make_tied_groups()
         if self.shape.tensor > 1:
-            split_layers(model, self._mesh[TENSOR], of_kept_layers(self._plan, model))
+            split_layers(model, self._mesh[TENSOR], of_kept_layers(self._plan, model), self._device)
             if sliced:
                 slice_tokens_between_layers(model, self._mesh[TENSOR])
+        rest = (each for each in model.parameters() if placement_of(each, TENSOR) is None)
+        in_training_type(rest, device=self._device)
         if self.pipeline is not None:
             self.pipeline.build_stages(model)
             model.forward = self.pipeline.evaluate
@@ -445,6 +449,12 @@ def refuse_broken_passes(training: Training) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- tensors
+
+
+def _whole_probe(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the output of the whole `model`, whose weights are as stored."""
+    with fp32_by_block(model):
+        return _probe(model)
 
 
 def _probe(model: PreTrainedModel) -> dict[str, torch.Tensor]:

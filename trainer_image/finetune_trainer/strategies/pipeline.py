@@ -106,7 +106,7 @@ class Pipeline:
         self.cuts = cuts_of(model, self.layout, settings.stages)
         self.own = tuple(range(self._rank, settings.stages, settings.degree))
         self.width: int = model.config.get_text_config().hidden_size
-        self._sent = model.dtype
+        self._sent = torch.float32  # as weights are trained; until here they may be as stored
         self._schedules: dict[tuple[int, int], Any] = {}
         self._stages: dict[int, _Stage] = {}
         self._sharded = False

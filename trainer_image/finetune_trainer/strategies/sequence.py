@@ -31,6 +31,7 @@ from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.data.slices import NOT_LEARNT, ROW_POSITIONS
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import FileEntry
+from finetune_trainer.stored_weights import place_on
 from finetune_trainer.strategies.mesh import SEQUENCE, MeshShape
 from finetune_trainer.strategies.strategy_protocol import (
     HEADS,
@@ -41,6 +42,7 @@ from finetune_trainer.strategies.strategy_protocol import (
     expect,
     refuse_uneven,
 )
+from finetune_trainer.strategies.whole_answers import fp32_by_block, shared_from_first
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,10 +65,11 @@ class SequenceParallel:
         self.name: StrategyName = inner.name
         self.spreads_itself = inner.spreads_itself
         self.scales_loss = inner.scales_loss
-        self.takes_weights: WeightsPlace = "host"  # The probes need the whole model in fp32.
+        self.takes_weights: WeightsPlace = "files"
         self._inner = inner
         self._label = training.strategy.label
         self._device = training.world.device
+        self._precision = training.precision
         self.shape = MeshShape.of(training.strategy, training.batch.data_parallel)
         self.attention: SlicedAttention | None = None
 
@@ -85,11 +88,15 @@ class SequenceParallel:
         return self._inner.arguments()
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Replace attention by one that exchanges tokens for heads; the model's output must stay the same."""
+        """Replace attention by one that exchanges tokens for heads; the model's output must stay the same.
+
+        Rank 0 computes that of whole rows. All processes compute that of slices, each with a block at a time in fp32,
+        as they all need all weights.
+        """
         degree = self.shape.sequence
         refuse_model(model, degree)
         probes = _probes(model, degree)
-        expected = [_read(model, probe) for probe in probes]
+        expected = shared_from_first(lambda: [_read(model, probe) for probe in probes])
         mesh = self.shape.build(self._device)
         self.attention = SlicedAttention(mesh[SEQUENCE].get_group())
         self.attention.take_over(model)
@@ -107,6 +114,8 @@ class SequenceParallel:
             # Fails for a model that mixes tokens outside attention, for example.
             found = f"the {type(model).__name__} computes different logits when its rows are cut into slices"
             expect(bool(everywhere), self._label, "OtherAnswers", found)
+        if self._inner.takes_weights == "device":
+            place_on(self._device, model, self._precision)
         return self._inner.prepare_model(model)
 
     def assert_in_effect(self, placed: Placed) -> None:
@@ -312,10 +321,10 @@ def _probes(model: PreTrainedModel, slices: int) -> list[dict[str, torch.Tensor]
 
 
 def _read(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits and loss, without dropout."""
+    """Return logits and loss, computed in fp32 without dropout."""
     training = model.training
     model.train(False)
-    with torch.no_grad():
+    with fp32_by_block(model):
         outputs = model(**batch, use_cache=False)
     model.train(training)
     return outputs.logits.float(), outputs.loss.float()

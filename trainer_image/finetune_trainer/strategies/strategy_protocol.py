@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from finetune_trainer.strategies.shard_files import StagedState
 
 
-WeightsPlace = Literal["files", "host", "device"]
-"""Place and type of the weights of a model that is to be spread: as stored in mapped files, in fp32 in host memory, or
-on the device in the types in which they are trained.
+WeightsPlace = Literal["files", "device"]
+"""Place and type of the weights of a model that is to be spread: as stored in mapped files, or on the device in the
+types in which they are trained.
 """
 
 

@@ -79,23 +79,49 @@ def summed_weights(plan: dict[str, str]) -> list[str]:
     return [name for name, style in plan.items() if style == SUMMED and name.endswith(".weight")]
 
 
-def split_layers(model: PreTrainedModel, mesh: DeviceMesh, plan: dict[str, str]) -> None:
-    """Replace the weights that `plan` splits by this process's shards (DTensors over the one-dimensional `mesh`), each
-    taken from the whole weight that every process has read. The caller sums the gradients of `summed_weights`.
+def split_layers(model: PreTrainedModel, mesh: DeviceMesh, plan: dict[str, str], device: str) -> None:
+    """Replace the weights that `plan` splits by this process's shards (DTensors over the one-dimensional `mesh`), in
+    fp32 on `device`. The caller sums the gradients of `summed_weights`.
+
+    The plan divides weights without memory; then each shard is copied from the weight as it is stored. Of one that is
+    mapped from a file, only the rows or columns of the shard are read.
     """
     import torch
+    from torch.distributed.tensor import DTensor
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    from finetune_trainer.strategies.divided_tensors import divided_like
 
     # A plan names modules, and each may split a shared weight in its own way: untie, split, tie again.
     tied = {name: other for name, other in tied_names(model).items() if name in plan or other in plan}
     for name in tied:
-        _set_parameter(model, name, torch.nn.Parameter(model.get_parameter(name).data))
+        _set_parameter(model, name, model.get_parameter(name).data)
+    stored = {name: each for name, each in model.named_parameters() if name in plan}
+    for name, weight in stored.items():
+        dtype = torch.float32 if weight.is_floating_point() else weight.dtype
+        empty = torch.empty_like(weight, dtype=dtype, device="meta")
+        _set_parameter(model, name, empty, trained=weight.requires_grad)
     apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if style != SUMMED})
+    for name, weight in stored.items():
+        if name in tied:
+            continue
+        empty = model.get_parameter(name)
+        if isinstance(empty, DTensor):
+            shard = divided_like(weight.data, empty, device=device, dtype=empty.dtype)
+            _set_parameter(model, name, shard, trained=weight.requires_grad)
+        else:
+            _put_parameter(model, name, weight)
     for name, other in tied.items():
-        _set_parameter(model, name, model.get_parameter(other))
+        _put_parameter(model, name, model.get_parameter(other))
 
 
-def _set_parameter(model: PreTrainedModel, name: str, parameter: torch.nn.Parameter) -> None:
+def _set_parameter(model: PreTrainedModel, name: str, weight: torch.Tensor, *, trained: bool = True) -> None:
+    import torch
+
+    _put_parameter(model, name, torch.nn.Parameter(weight, requires_grad=trained))
+
+
+def _put_parameter(model: PreTrainedModel, name: str, parameter: torch.nn.Parameter) -> None:
     owner, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(owner), attribute, parameter)
 

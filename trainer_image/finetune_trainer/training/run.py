@@ -36,7 +36,7 @@ from finetune_trainer.progress import ProgressSink
 from finetune_trainer.signing import signer_of
 from finetune_trainer.spread_hashing import SpreadHashing
 from finetune_trainer.stage_console import quiet_transformers
-from finetune_trainer.stored_weights import as_stored, in_training_type, narrow_weights
+from finetune_trainer.stored_weights import as_stored, log_private_weights, place_on
 from finetune_trainer.strategies.select import strategy_for
 from finetune_trainer.strategies.strategy_protocol import Strategy
 from finetune_trainer.tasks.task_protocol import Objective, compared
@@ -180,14 +180,10 @@ def _start(run: TrainingRun) -> StartedModel:
     refuse_liger(training, model)
     digest = weights_digest(model) if compared(run.task) else None
     adapted = None if training.adapter is None else adapt(model, training.adapter, began_with)
-    match run.strategy.takes_weights:
-        case "host":
-            in_training_type(model.parameters())
-        case "device":
-            narrow = narrow_weights(model, training.precision)
-            in_training_type(model.parameters(), narrow, training.world.device)
-        case "files":
-            pass
+    if run.strategy.takes_weights == "device":
+        place_on(training.world.device, model, training.precision)
+    else:
+        log_private_weights(model)
     if training.world.device == "cpu" and not compiles(training.arguments):  # which has its own dropout
         share_random_bits(model)
     in_float8 = _in_float8(training, model) if training.precision == "fp8" else None
