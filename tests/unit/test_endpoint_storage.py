@@ -1,4 +1,4 @@
-"""Where the servers of an endpoint get a model of the Hub: from a shared cache, or each for itself."""
+"""Models of the Hub for the servers of an endpoint: from a shared cache, or fetched by each."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _OPEN_ERROR = {
         "code": {"type": ["string", "null"]},
     },
 }
-_BINARY: Mapping[str, Any] = {
+_BINARY: dict[str, Any] = {
     "type": "string",
     "format": "binary",
     "description": f"The JSON object, whose bytes the header {LENGTH_HEADER} counts, and its binary tensors behind it.",
