@@ -20,14 +20,17 @@ class SmallMemory:
         self.tokens = tokens
         self.tried: list[int] = []
         self.probed = 0
-        """Number of passes that were probes."""
+        """Number of passes up to the end of the last probe."""
+        self.probes = 0
         self._begun = 0
 
     def limit(self, network: Any) -> None:
-        """Make the passes of a model fail."""
+        """Make the passes of a model fail, except those with gradients."""
         import torch
 
         def look(_module: Any, _given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if torch.is_grad_enabled():
+                return
             width = named["input_ids"].shape[1]
             cache = named.get("past_key_values")
             width += 0 if cache is None else cache.get_seq_length()
@@ -40,6 +43,7 @@ class SmallMemory:
     def begin(self) -> None:
         """Begin to measure a pass."""
         self._begun = len(self.tried)
+        self.probes += 1
 
     def share(self) -> float:
         """Return the memory in units of what the largest pass since `begin` took."""

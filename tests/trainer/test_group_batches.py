@@ -16,10 +16,10 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import JobPaths
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.inference.pass_memory import MARGIN, probe
 from finetune_trainer.inference.predict import predict_as
 from finetune_trainer.inference.runner import answers_of, fitted_budgets
 from finetune_trainer.inference.tensor_group import ProbedWay, WholeModel
+from finetune_trainer.pass_memory import MARGIN, probe
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.tasks.task_registry import task_module
 from finetune_trainer.tasks.writing import WRITTEN

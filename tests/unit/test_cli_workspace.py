@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import Progress, TrainerReport
 from finetune_operator.api.types import FineTuneJob, ProgressStatus
-from finetune_operator.cli.display import Tail, duration, figures, latest
+from finetune_operator.cli.display import Tail, duration, latest
 from finetune_operator.cli.environment import trainer_environment
 from finetune_operator.cli.job_files import absolute_uri, read_inputs
-from finetune_operator.cli.jobview import figures as figures_of_status
+from finetune_operator.cli.progress_text import figures, figures_with_age
 from finetune_operator.cli.workspace import (
     LOCAL_STAGES,
     BusyError,
@@ -323,13 +322,23 @@ def test_stage_environment_drops_variables_of_other_launchers() -> None:
     }
 
 
-def test_progress_shows_tokens_per_second_of_generated_texts_alone() -> None:
-    values: dict[str, Any] = {"step": 30, "total_steps": 120, "samples_per_second": 33.3, "tokens_per_second": 1234.5}
-    assert figures(Progress(stage=Stage.PREDICT, **values, time=0)) == "row 30/120  33 samples/s  1,234 tokens/s"
-    assert figures(Progress(stage=Stage.TRAIN, **values, time=0)) == "step 30/120  33 samples/s"
-    now = datetime(2026, 1, 1, tzinfo=UTC)
-    assert figures_of_status(ProgressStatus(**values), now) == "step 30/120  33 samples/s  1,234 tokens/s"
-    assert "tokens/s" not in figures_of_status(ProgressStatus(**values, loss=0.5), now)
+@pytest.mark.parametrize(
+    ("stage", "shown"),
+    [
+        (Stage.PREDICT, "row 30/120  33 samples/s  1,234 tokens/s  65 s left"),
+        (Stage.TRAIN, "step 30/120  33 samples/s  65 s left"),
+    ],
+)
+def test_report_and_job_status_show_same_progress(stage: Stage, shown: str) -> None:
+    values: dict[str, Any] = {
+        "step": 30, "total_steps": 120, "samples_per_second": 33.3, "tokens_per_second": 1234.5, "remaining_seconds": 65
+    }  # fmt: skip
+    for progress in (Progress(stage=stage, **values, time=0), ProgressStatus(**values, percent=25)):
+        assert figures(progress, stage) == shown
+        assert figures_with_age(progress, stage, 60) == f"25 %  {shown}"
+        assert figures_with_age(progress, stage, 300) == f"25 %  {shown}  (reported 5 min ago)"
+        assert figures_with_age(progress, stage, None) == f"25 %  {shown}"
+    assert figures_with_age(ProgressStatus(), None, None) == ""
 
 
 def test_a_tail_gives_whole_lines_once_and_the_newest_progress_is_shown(tmp_path: Path) -> None:
@@ -343,7 +352,7 @@ def test_a_tail_gives_whole_lines_once_and_the_newest_progress_is_shown(tmp_path
     lines = tail.lines()
     assert len(lines) == 2
     assert latest(lines) == progress
-    assert figures(progress) == "step 30/120  loss 0.500  33 samples/s  1:05 left"
+    assert figures(progress, progress.stage) == "step 30/120  loss 0.500  33 samples/s  65 s left"
     with file.open("a") as stream:
         stream.write(": 1}\n")
     assert tail.lines() == ['{"half": 1}']

@@ -37,8 +37,10 @@ HINTS: tuple[tuple[str, dict[str, Any], str, str], ...] = (
      "leave it out, and write one number in spec.resources.nodes: it is fixed in this version"),
     ("smoothed answers", {"task": "preference-tuning", "training": {"arguments": {"label_smoothing_factor": 0.1}}},
      "training.arguments.label_smoothing_factor",
-     "leave it out: labels are smoothed for text-classification, token-classification, text-generation, "
-     "summarization, translation, masked-lm only"),
+     "leave it out: spec.training.labelSmoothing applies to text-classification, token-classification, "
+     "text-generation, summarization, translation, masked-lm only"),
+    ("steps", {"training": {"epochs": 2, "arguments": {"max_steps": 100}}}, "training.arguments.max_steps",
+     "leave it out: spec.training.maxSteps replaces spec.training.epochs: only one of the two can be set"),
     ("latency", {"endpoint": {"maxLatency": "0.5s"}}, "endpoint.maxLatencyMilliseconds", "write 500"),
     ("CSV", {"predict": {"format": "csv"}}, "predict.format", "write jsonl (predictions are JSON Lines or Parquet)"),
     ("path", {"predict": {"outputPath": "out/a.csv"}}, "predict.outputPath",

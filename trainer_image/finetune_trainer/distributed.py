@@ -382,6 +382,17 @@ def summed(mine: Sequence[float]) -> list[float]:
     return total
 
 
+def lowest(mine: Sequence[float], group: ProcessGroup | None = None) -> list[float]:
+    """Return the lowest of each number over all processes, or those of `group`, in host memory. Each must call it."""
+    import torch
+
+    buffer = torch.tensor(mine, dtype=torch.float64)
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(buffer, torch.distributed.ReduceOp.MIN, group=group)
+    least: list[float] = buffer.tolist()
+    return least
+
+
 def disconnect() -> None:
     """Wait for all processes, then leave the group, so that no process ends while another still needs it."""
     import torch

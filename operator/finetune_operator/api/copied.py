@@ -240,6 +240,15 @@ def _get(spec: FineTuneJobSpec, path: str) -> JsonValue:
     return value
 
 
+def with_same(spec: FineTuneJobSpec, argument: str, given: JsonValue) -> FineTuneJobSpec | None:
+    """Return the spec with the field that has the meaning of a training argument set to the argument's value; None if
+    no field has it, or if the field does not accept the value.
+    """
+    field = SAME.get(argument)
+    shape = None if field is None else find(spec_shape(), field.split("."))
+    return None if field is None or shape is None or not accepts(shape, given) else _with(spec, field, given)
+
+
 def _with(spec: FineTuneJobSpec, path: str, value: JsonValue) -> FineTuneJobSpec:
     """Return the spec with another value at a path, parsed as its field requires."""
     head, *rest = path.split(".")

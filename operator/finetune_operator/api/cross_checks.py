@@ -20,10 +20,9 @@ from finetune_contract.arguments import (
     check_arguments,
     known_arguments,
 )
-from finetune_contract.choices import SMOOTHED_TASKS
 from finetune_contract.hub import is_hub_name
 from finetune_operator.api.allowed import allowed_problems, named_uris
-from finetune_operator.api.copied import settle
+from finetune_operator.api.copied import settle, with_same
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.field_values import Path, value_at
 from finetune_operator.api.meant_uris import (
@@ -166,10 +165,24 @@ def _arguments(spec: FineTuneJobSpec) -> Iterator[Problem]:
     for found in check_arguments(arguments):
         path = ("spec", "training", "arguments", found.name)
         rule, hint = _argument_texts(found, arguments[found.name])
-        if found.name == "label_smoothing_factor" and spec.task not in SMOOTHED_TASKS:
-            hint = f"leave it out: labels are smoothed for {', '.join(SMOOTHED_TASKS)} only"
+        if (broken := _rule_against(spec, found.name, arguments[found.name])) is not None:
+            hint = f"leave it out: {broken}"
         value = describe_value(arguments[found.name], path)
         yield Problem(format_path(path), value, rule, hint, reason=_ARGUMENT_REASONS[found.reason])
+
+
+def _rule_against(spec: FineTuneJobSpec, argument: str, given: JsonValue) -> str | None:
+    """Return the rule that the field with the meaning of a training argument would break with its value; None if it
+    would break none.
+    """
+    changed = with_same(spec, argument, given)
+    if changed is None:
+        return None
+    for rule in RULES:
+        if rule.holds(spec) and not rule.holds(changed):
+            path, text = rule.reported(changed)
+            return f"spec.{path} {text}"
+    return None
 
 
 def _argument_texts(found: ArgumentProblem, given: JsonValue) -> tuple[str, str]:

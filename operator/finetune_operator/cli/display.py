@@ -14,6 +14,7 @@ from rich.progress import Progress as Bars
 
 from finetune_contract.choices import Stage
 from finetune_contract.report import Progress
+from finetune_operator.cli.progress_text import figures
 
 LINE_SECONDS = 10.0
 LINE_PERCENT = 10
@@ -58,21 +59,6 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def figures(progress: Progress) -> str:
-    """Return step, loss, speed and time left, as far as known."""
-    unit = "step" if progress.stage is Stage.TRAIN else "row"
-    parts = [f"{unit} {progress.step:,}/{progress.total_steps:,}"]
-    if progress.loss is not None:
-        parts.append(f"loss {progress.loss:.3f}")
-    if progress.samples_per_second:
-        parts.append(f"{progress.samples_per_second:,.0f} samples/s")
-    if progress.tokens_per_second and progress.stage is not Stage.TRAIN:
-        parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
-    if progress.remaining_seconds is not None and progress.step < progress.total_steps:
-        parts.append(f"{duration(progress.remaining_seconds)} left")
-    return "  ".join(parts)
-
-
 class Display(Protocol):
     """Display that shows one stage after the other."""
 
@@ -107,7 +93,7 @@ class Lines:
         now = time.monotonic()
         if now - self._printed_at >= LINE_SECONDS or progress.percent - self._printed_percent >= LINE_PERCENT:
             self._printed_at, self._printed_percent = now, progress.percent
-            self._print(progress.stage, f"{progress.percent:3d} %  {figures(progress)}")
+            self._print(progress.stage, f"{progress.percent:3d} %  {figures(progress, progress.stage)}")
 
     def log(self, line: str) -> None:
         """Print the line."""
@@ -136,7 +122,10 @@ class Terminal:
         """Update the bar."""
         if self._task is not None:
             self._bars.update(
-                self._task, completed=progress.step, total=progress.total_steps or None, figures=figures(progress)
+                self._task,
+                completed=progress.step,
+                total=progress.total_steps or None,
+                figures=figures(progress, progress.stage),
             )
 
     def log(self, line: str) -> None:

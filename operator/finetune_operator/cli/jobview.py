@@ -32,6 +32,7 @@ from finetune_operator.api.types import (
 from finetune_operator.cli.cluster_jobs import ClusterJob, JobEvent
 from finetune_operator.cli.console import print_trimmed
 from finetune_operator.cli.display import duration
+from finetune_operator.cli.progress_text import figures_with_age
 from finetune_operator.planning.summary import processes_text
 from finetune_operator.reconcile.plan_checks import plan_check_of
 from finetune_operator.reconcile.results import CHECKPOINT_BYTES
@@ -75,7 +76,7 @@ class Page:
         parts: list[RenderableType] = [self._headline()]
         facts = _table()
         if status.progress is not None and self.job.outcome is None:
-            facts.add_row("progress", _bar(status.progress).append(f"  {figures(status.progress, self.now)}", style=""))
+            facts.add_row("progress", _bar(status.progress).append(f"  {progress_text(status, self.now)}", style=""))
         _lines(facts, "plan", () if status.plan is None else plan_lines(status.plan))
         for label, text in result_rows(self.job):
             facts.add_row(label, Text(text))
@@ -263,28 +264,14 @@ def _bar(progress: ProgressStatus) -> Text:
     return Text.assemble(("━" * done, "green"), ("─" * (BAR_WIDTH - done), "dim"))
 
 
-def figures(progress: ProgressStatus, now: datetime) -> str:
-    """Return percent, step, loss, speed and time left, as far as known, and their age if it is high."""
-    parts = [] if progress.percent is None else [f"{progress.percent} %"]
-    if progress.step is not None:
-        of = "" if progress.total_steps is None else f"/{progress.total_steps:,}"
-        parts.append(f"step {progress.step:,}{of}")
-    if progress.loss is not None:
-        parts.append(f"loss {progress.loss:.3f}")
-    if progress.samples_per_second:
-        parts.append(f"{progress.samples_per_second:,.0f} samples/s")
-    if progress.tokens_per_second and progress.loss is None:  # of generated texts, not of a training
-        parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
-    if progress.remaining_seconds is not None and (progress.percent or 0) < 100:
-        parts.append(f"{human_seconds(progress.remaining_seconds)} left")
+def progress_text(status: FineTuneJobStatus, now: datetime) -> str:
+    """Return the progress of the running stage, with its age if it is high; empty if there is none."""
+    progress = status.progress
+    if progress is None:
+        return ""
     reported = progress.last_update_time
-    if reported is not None and (now - reported).total_seconds() > STALE_SECONDS:
-        parts.append(f"(reported {ago(reported, now)} ago)")
-    return "  ".join(parts)
-
-
-STALE_SECONDS = 60
-"""Seconds after which progress is shown with its age: pods report every few seconds."""
+    age = None if reported is None else (now - reported).total_seconds()
+    return figures_with_age(progress, status.stage, age)
 
 
 def plan_lines(plan: PlanStatus) -> tuple[str, ...]:
@@ -406,7 +393,7 @@ def one_line(job: ClusterJob, now: datetime) -> str:
     if running is not None:
         parts.append(f"{running.name} {running.state.lower()}, {_attempt(running)}{words(running.capacity)}")
     if status.progress is not None and running is not None and running.state == "Running" and job.outcome is None:
-        parts.append(figures(status.progress, now))
+        parts.append(progress_text(status, now))
     conditions = notable(status.conditions, failure_is_shown=status.failure is not None)
     parts += [f"{one.reason}: {one.message}" if one.message else one.reason for one in conditions]
     if status.failure is not None:

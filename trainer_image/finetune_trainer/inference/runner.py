@@ -17,9 +17,9 @@ from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.distributed import refuse_missing_gpu
 from finetune_trainer.failures import StageError
+from finetune_trainer.inference.longest_texts import whole_texts
 from finetune_trainer.inference.optimization.continuous_batches import SlotGenerator
 from finetune_trainer.inference.optimization.rung_protocol import Substitute, TextGenerator
-from finetune_trainer.inference.pass_memory import whole_texts
 from finetune_trainer.inference.pod_processes import (
     ALL_BATCHES,
     BatchShare,

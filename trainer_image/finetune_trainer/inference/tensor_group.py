@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from finetune_contract.choices import Device
 from finetune_contract.inference_settings import InferenceProcesses
 from finetune_contract.layout import FailureClass
-from finetune_trainer.distributed import BACKENDS, PATIENCE, ProcessWorld
+from finetune_trainer.distributed import BACKENDS, PATIENCE, ProcessWorld, lowest
 from finetune_trainer.failures import StageError
-from finetune_trainer.inference.pass_memory import GROWTH, MARGIN, CudaMemory, PassMemory, probe
+from finetune_trainer.pass_memory import PassMemory, device_memory, fitted_tokens
 from finetune_trainer.tasks.task_protocol import Answer, Feature
 
 if TYPE_CHECKING:
@@ -184,42 +184,29 @@ class TensorGroup(WholeModel):
         return answers
 
     def fitted(self, way: ProbedWay, budget: int) -> int:
-        import numpy as np
         import torch
 
         if self.memory is None:
             return budget
-        tokens = int(way.widths.min())
+
+        def share_of(wanted: NDArray[np.int64]) -> float:
+            features = way.features(wanted)
+            self._send((_PROBE, (way.number, features)))
+            return self._measured(way.answering, features)
+
         with torch.inference_mode():
-            while True:
-                wanted = probe(way.widths, tokens)
-                tokens, features = len(wanted) * int(way.widths[wanted[0]]), way.features(wanted)
-                self._send((_PROBE, (way.number, features)))
-                fits = int(MARGIN * tokens * self._measured(way.answering, features))
-                largest = tokens >= budget or np.array_equal(wanted, probe(way.widths, budget))
-                if largest or fits < GROWTH * tokens:
-                    return max(1, min(budget, fits))
-                tokens = min(budget, GROWTH * tokens)
+            return fitted_tokens(share_of, way.widths, budget, first=int(way.widths.min()))
 
     def _measured(self, answering: Answering, features: Sequence[Feature]) -> float:
         """Return the lowest share of all processes of the group; see `PassMemory.share`."""
         assert self.memory is not None, "processes of one group have the same kind of device"
         self.memory.begin()
         answering(features)
-        return self._agreed([self.memory.share()], self.messages)[0]
-
-    def _agreed(self, values: Sequence[float], group: ProcessGroup) -> list[float]:
-        """Return the lowest of each value over all processes of `group`."""
-        import torch
-
-        buffer = torch.tensor(values, dtype=torch.float64)
-        torch.distributed.all_reduce(buffer, torch.distributed.ReduceOp.MIN, group=group)
-        lowest: list[float] = buffer.tolist()
-        return lowest
+        return lowest([self.memory.share()], self.messages)[0]
 
     def lowest(self, budgets: Sequence[int]) -> list[int]:
         self._send((_LOWEST, budgets))
-        return [int(each) for each in self._agreed(budgets, self.everyone)]
+        return [int(each) for each in lowest(budgets, self.everyone)]
 
     def follow(self, answerings: Sequence[Answering], seed: Callable[[int], None]) -> None:
         import torch
@@ -233,7 +220,7 @@ class TensorGroup(WholeModel):
                     number, features = content
                     self._measured(answerings[number], features)
                 elif kind == _LOWEST:
-                    self._agreed(content, self.everyone)
+                    lowest(content, self.everyone)
                 else:
                     answerings[kind](content)
 
@@ -292,7 +279,7 @@ def joined_group(world: ProcessWorld, pod: InferenceProcesses, device: Device) -
         device=device,
         messages=messages,
         everyone=everyone,
-        memory=CudaMemory() if device == "cuda" else None,
+        memory=device_memory(device),
     )
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from finetune_contract.choices import Device
 from finetune_contract.plan_check import ALLOCATOR, PROCESS, TENSORS, TRAINING
+from finetune_trainer.pass_memory import CudaMemory
 from finetune_trainer.strategies.strategy_protocol import Placed
 
 PARAMETERS, OPTIMIZER_STATE = "parameters", "optimizer state"
@@ -50,7 +51,7 @@ def peak_memory(device: Device, placed: Placed, before: int) -> PeakMemory:
     if device == "cpu":
         peak = resident_peak()
         return PeakMemory(peak, peak, {**held, PROCESS: before, TRAINING: max(0, peak - before)})
-    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    allocated, reserved = CudaMemory.peaks()
     free, total = torch.cuda.mem_get_info()
     context = max(0, total - free - torch.cuda.memory_reserved())
     terms = {**held, TENSORS: allocated, ALLOCATOR: max(0, reserved - allocated), PROCESS: context}

@@ -97,7 +97,7 @@ class KeptReference:
         names, done = self.answers.names, 0
         for role, split in self.splits.items():
             mine = []
-            for wanted, answers in split.answers(model, device):
+            for wanted, answers in split.fitted(model, device).answers(model, device):
                 mine.append((wanted, np.array([[answer[name] for name in names] for answer in answers], np.float32)))
                 done += 1
                 self.on_batch(done)

@@ -31,6 +31,7 @@ from finetune_trainer.float8 import InFloat8, convert
 from finetune_trainer.metric_names import refuse_unknown_metrics
 from finetune_trainer.models import pinned, weights_digest
 from finetune_trainer.packed_attention import pack_attention
+from finetune_trainer.pass_memory import device_memory
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.signing import signer_of
 from finetune_trainer.spread_hashing import SpreadHashing
@@ -217,8 +218,9 @@ def _parts(
     # In a forward pass that fails on one GPU the others must not wait for it.
     alone = settings.replica_ranks == 1 and settings.name != "fsdp" and settings.zero_stage != 3
     halves = alone and training.world.device == "cuda"
+    memory = None if alone else device_memory(training.world.device)
     ranks = training.batch.data_parallel
-    deal = Deal(prepared, run.task, tokens, run.data_rank, ranks, run.tokens_of_rows, halves=halves)
+    deal = Deal(prepared, run.task, tokens, run.data_rank, ranks, run.tokens_of_rows, halves=halves, memory=memory)
     reference = _reference(run, start, deal, order, partial(observer.on_validation_batch, saver.first_step))
     return LoopParts(
         strategy=run.strategy,

@@ -32,6 +32,7 @@ class Validation:
         """Return the loss (without label smoothing) and the task's metrics, the same on every rank. Keeps the mode;
         `on_batch` is called with the number of each batch.
         """
+        self._dealt = self._dealt.fitted(model, device)
         mine = []
         for number, answered in enumerate(self._dealt.answers(model, device), start=1):
             mine.append(answered)

@@ -22,7 +22,7 @@ from finetune_operator.api.redaction import Redactor
 from finetune_operator.api.types import FailureStatus, ProgressStatus
 from finetune_operator.cli.cluster_jobs import ClusterJob
 from finetune_operator.cli.comparing import MARK, Comparison, Figure, compare, curves, setting_text
-from finetune_operator.cli.display import duration, figures
+from finetune_operator.cli.display import duration
 from finetune_operator.cli.jobview import (
     EVENTS,
     LOG_LINES,
@@ -33,11 +33,12 @@ from finetune_operator.cli.jobview import (
     notable,
     phase_of,
     plan_lines,
+    progress_text,
     result_rows,
     stage_time,
     utc_now,
 )
-from finetune_operator.cli.jobview import figures as cluster_figures
+from finetune_operator.cli.progress_text import figures_with_age
 from finetune_operator.cli.ui.reading import Content
 from finetune_operator.cli.ui.run_reading import Run, readable_lines, shown_name
 from finetune_operator.cli.ui.ui_jobs import ClusterJobs, JobDetails
@@ -54,8 +55,6 @@ MOST_COMPARED = 8
 LINE_CHARACTERS = 2000
 """Maximum characters of a log line on a page; the whole log has it in full."""
 _REDACTOR = "redactor"
-_STALE_SECONDS = 60.0
-"""Age in seconds above which a running stage's progress is shown with its age."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +230,7 @@ class Pages:
             "phase": phase_of(job),
             "headline": headline_text(job, now),
             "percent": progress.percent if progress else None,
-            "progress": cluster_figures(progress, now) if progress else "",
+            "progress": progress_text(status, now) if progress else "",
             "conditions": [
                 f"{one.reason}: {one.message or one.reason}"
                 for one in notable(status.conditions, failure_is_shown=status.failure is not None)
@@ -337,9 +336,8 @@ def _progress_text(run: Run, now: datetime) -> str:
     progress: Progress | None = run.progress
     if progress is None or run.state == "set aside":
         return ""
-    age = now.timestamp() - progress.time
-    reported = f"  (reported {human_seconds(age)} ago)" if run.state == "running" and age > _STALE_SECONDS else ""
-    return f"{progress.percent} %  {figures(progress)}{reported}"
+    age = now.timestamp() - progress.time if run.state == "running" else None
+    return figures_with_age(progress, progress.stage, age)
 
 
 def _failure(failure: FailureStatus | None) -> dict[str, Any] | None:

@@ -6,18 +6,14 @@ pass. So they measure passes of growing batches before the first real one, and a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-from finetune_trainer.tasks.task_protocol import Answer
-from finetune_trainer.tasks.writing import watch
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from numpy.typing import NDArray
+
+    from finetune_contract.choices import Device
 
 MARGIN = 0.8
 """Share of the free memory that a batch may take: the rest is for fragments and for what the probe did not show."""
@@ -40,14 +36,26 @@ class PassMemory(Protocol):
 class CudaMemory:
     """Memory of the current GPU, by the caching allocator of torch."""
 
+    _before: ClassVar[tuple[int, int]] = (0, 0)
+    """Peaks before `begin` reset torch's counts, which are those of the whole process."""
+
     def __init__(self) -> None:
         self._held = self._room = 0
+
+    @classmethod
+    def peaks(cls) -> tuple[int, int]:
+        """Return the most bytes of tensors and of reserved memory that this process had, whatever `begin` reset."""
+        import torch
+
+        allocated, reserved = cls._before
+        return max(allocated, torch.cuda.max_memory_allocated()), max(reserved, torch.cuda.max_memory_reserved())
 
     def begin(self) -> None:
         """See `PassMemory.begin`."""
         import torch
 
         torch.cuda.empty_cache()
+        CudaMemory._before = self.peaks()
         torch.cuda.reset_peak_memory_stats()
         self._held = torch.cuda.memory_allocated()
         self._room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - self._held
@@ -59,6 +67,11 @@ class CudaMemory:
         return self._room / max(1, torch.cuda.max_memory_allocated() - self._held)
 
 
+def device_memory(device: Device) -> PassMemory | None:
+    """Return the memory of this process's device; None on a CPU, whose batches are not bounded by it."""
+    return CudaMemory() if device == "cuda" else None
+
+
 def probe(widths: NDArray[np.int64], tokens: int) -> NDArray[np.int64]:
     """Return a batch of at most so many padded tokens, but at least one row: the widest row that fits, repeated."""
     import numpy as np
@@ -68,26 +81,30 @@ def probe(widths: NDArray[np.int64], tokens: int) -> NDArray[np.int64]:
     return np.full(max(1, tokens // max(1, int(widths[at]))), at)
 
 
-@dataclass(frozen=True)
-class WholeTexts:
-    """Observer of generation that has each text reach its longest length, as the longest text of a batch may."""
+def fitted_tokens(
+    share_of: Callable[[NDArray[np.int64]], float],
+    widths: NDArray[np.int64],
+    budget: int,
+    *,
+    first: int,
+    least_growth: float = GROWTH,
+) -> int:
+    """Return the padded tokens of a batch, at most `budget`, that fit by passes of growing batches. Each is within the
+    estimate of the one before.
 
-    max_new_tokens: int
+    `share_of`: computes a batch of rows, given by their places in `widths`, and returns the lowest `PassMemory.share`
+    of the processes that compute together.
+    `widths`: padded tokens of each row alone.
+    `first`: padded tokens of the first batch.
+    `least_growth`: factor between the tokens of two passes below which a further pass is not worth its time.
+    """
+    import numpy as np
 
-    def arguments(self) -> Mapping[str, Any]:
-        """Return the least number of tokens."""
-        return {"min_new_tokens": self.max_new_tokens}
-
-    def fields_of(self, tokens: torch.Tensor) -> Answer:
-        """Return no fields."""
-        return {}
-
-
-@contextmanager
-def whole_texts(max_new_tokens: int) -> Iterator[None]:
-    """Generate texts of the longest length within the context."""
-    token = watch.set(WholeTexts(max_new_tokens))
-    try:
-        yield
-    finally:
-        watch.reset(token)
+    wanted = probe(widths, first)
+    while True:
+        tokens = len(wanted) * int(widths[wanted[0]])
+        fits = int(MARGIN * tokens * share_of(wanted))
+        larger = probe(widths, min(budget, GROWTH * tokens, max(1, fits)))
+        if tokens >= budget or fits < least_growth * tokens or np.array_equal(larger, wanted):
+            return max(1, min(budget, fits))
+        wanted = larger
