@@ -12,7 +12,8 @@ import torch
 
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.optimization import choosing
-from finetune_trainer.inference.optimization.choosing import Chosen, RungRequest, Sample, by_name, choose, worst_metric
+from finetune_trainer.inference.optimization.answer_agreement import agreement, worst_metric
+from finetune_trainer.inference.optimization.choosing import Chosen, RungRequest, Sample, by_name, choose
 from finetune_trainer.inference.optimization.rung_protocol import Batch, ForwardPass, Machine, NotAvailable, Rung
 from finetune_trainer.inference.optimization.torch_rungs import BF16, COMPILE, PLAIN
 
@@ -293,14 +294,14 @@ def test_units_and_compilers_decide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_numbers_without_labels_agree_when_they_are_close() -> None:
     plain = [{"value": 1.0}, {"value": -250.0}]
-    assert choosing.agreement(plain, [{"value": 1.0 + 1e-5}, {"value": -250.001}]) == 1
-    assert choosing.agreement(plain, [{"value": 9.0}, {"value": -250.0}]) == 0.5
+    assert agreement(plain, [{"value": 1.0 + 1e-5}, {"value": -250.001}]) == 1
+    assert agreement(plain, [{"value": 9.0}, {"value": -250.0}]) == 0.5
 
 
 def test_label_with_a_score_that_is_no_number_does_not_agree() -> None:
     plain = [{"label": "a", "score": 0.9, "scores": {"a": 0.9, "b": 0.1}}]
-    assert choosing.agreement(plain, [{"label": "a", "score": float("nan"), "scores": {"a": 0.9, "b": 0.1}}]) == 0
-    assert choosing.agreement(plain, [{"label": "a", "score": 0.7, "scores": {"a": 0.7, "b": 0.3}}]) == 1
+    assert agreement(plain, [{"label": "a", "score": float("nan"), "scores": {"a": 0.9, "b": 0.1}}]) == 0
+    assert agreement(plain, [{"label": "a", "score": 0.7, "scores": {"a": 0.7, "b": 0.3}}]) == 1
 
 
 def test_a_rung_that_another_image_has_chosen_is_refused_by_name() -> None:

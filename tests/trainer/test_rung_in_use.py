@@ -68,7 +68,6 @@ def table(paths: JobPaths) -> RungTable:
 def measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure jobs of any size."""
     monkeypatch.setattr(choosing, "SMALL_SECONDS", 0.0)
-    monkeypatch.setattr(rung_in_use, "SMALL_SECONDS", 0.0)
     monkeypatch.setattr(choosing, "MEASURING_SHARE", 1e9)
 
 

@@ -162,7 +162,7 @@ class Answerer:
         task = self.encoder.task
 
         def answers(forward: Substitute | None) -> list[dict[str, Any]]:
-            found = self.answered(split, NoProgress(), forward, self.job.seed)
+            found = self.answered(split, NoProgress(), forward, self.job.seed, halves=forward is None)
             rows: list[dict[str, Any]] = task.predictions(found, split, slice(0, split.rows)).to_pylist()
             return rows
 
@@ -209,8 +209,15 @@ class Answerer:
         return data.of(_ROLE)
 
     def answered(
-        self, split: PreparedSplit, progress: ProgressSink, forward: Substitute | None, seed: int
+        self,
+        split: PreparedSplit,
+        progress: ProgressSink,
+        forward: Substitute | None,
+        seed: int,
+        *,
+        halves: bool = True,
     ) -> list[Answer]:
+        """Return the answers of `answers_of` by `forward`."""
         return answers_of(
             Stage.PREDICT,
             self.job,
@@ -225,6 +232,7 @@ class Answerer:
             settled=self.settled,
             share=BatchShare(group=self.group),
             budgets=() if self.batch_tokens is None else (self.batch_tokens,),
+            halves=halves,
         )
 
     def fitting_tokens(self, shards: Iterable[RowShard]) -> int:
