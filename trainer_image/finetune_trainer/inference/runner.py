@@ -19,7 +19,7 @@ from finetune_trainer.distributed import refuse_missing_gpu
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.optimization.continuous_batches import SlotGenerator
 from finetune_trainer.inference.optimization.rung_protocol import Substitute, TextGenerator
-from finetune_trainer.inference.pass_memory import whole_texts
+from finetune_trainer.inference.pass_memory import row_too_long, whole_texts
 from finetune_trainer.inference.pod_processes import (
     ALL_BATCHES,
     BatchShare,
@@ -296,24 +296,37 @@ def fitted_budgets(
     """Return the padded tokens of a batch for each round of `answers_of`: `batch_tokens`, or fewer if the memory of a
     process of the model's group holds no more. The model is on its device; the other processes have to call `follow`.
     """
-    group = share.group
-    rounds = _answerings(stage, job, model, split.data.pad_token_id, tokenizer, None)
+    group, ways = share.group, probed_ways(stage, job, model, split, tokenizer)
     if group.size == 1:
-        return [batch_tokens] * len(rounds)
+        return [batch_tokens] * len(ways)
     budgets: list[int] = []
-    for number, (answering, writer) in enumerate(rounds):
-        chosen, widths = _widths(job, split, writer)
-        features = partial(_features_of, split, chosen)
-        way = ProbedWay(_longest(job, answering), len(rounds) + number, widths, features)
+    for way in ways:
         budgets.append(group.fitted(way, batch_tokens))
         if budgets[-1] < batch_tokens:
             log.warning(
                 "Batches have at most %s padded tokens, and not %s: more do not fit the memory of the %d processes "
                 "that hold the model. %s rows are wider, and each is a batch.",
-                f"{budgets[-1]:,}", f"{batch_tokens:,}", group.size, f"{int((widths > budgets[-1]).sum()):,}",
+                f"{budgets[-1]:,}", f"{batch_tokens:,}", group.size, f"{int((way.widths > budgets[-1]).sum()):,}",
             )  # fmt: skip
     # The groups of an evaluation divide the same batches.
     return group.lowest(budgets) if share.count > 1 else budgets
+
+
+def probed_ways(
+    stage: Stage,
+    job: TrainerJob,
+    model: PreTrainedModel,
+    split: PreparedSplit,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    forward: Substitute | None = None,
+) -> list[ProbedWay]:
+    """Return the ways in which `answers_of` answers, with texts of the longest length."""
+    rounds, ways = _answerings(stage, job, model, split.data.pad_token_id, tokenizer, forward), []
+    for number, (answering, writer) in enumerate(rounds):
+        chosen, widths = _widths(job, split, writer)
+        features = partial(_features_of, split, chosen)
+        ways.append(ProbedWay(_longest(job, answering), len(rounds) + number, widths, features))
+    return ways
 
 
 def _features_of(split: PreparedSplit, chosen: NDArray[np.int64], wanted: NDArray[np.int64]) -> Sequence[Feature]:
@@ -456,7 +469,7 @@ def _answered_batches(
             answers = answering(split.data.features(split.role, wanted))
         except torch.OutOfMemoryError as error:
             if len(wanted) == 1:
-                raise _too_long(int(split.data.lengths(split.role)[wanted[0]]), error) from error
+                raise row_too_long(int(split.data.lengths(split.role)[wanted[0]]), error) from error
             if not halves:
                 raise
         if answers is not None:
@@ -467,15 +480,6 @@ def _answered_batches(
         log.warning("%d rows at once do not fit the GPU's memory: halving the batch size from here on.", len(wanted))
         smaller = (half for batch in (wanted, *waiting) for half in np.array_split(batch, 2))
         waiting = deque(half for half in smaller if len(half))
-
-
-def _too_long(tokens: int, error: Exception) -> StageError:
-    return StageError(
-        FailureClass.OUT_OF_MEMORY,
-        "RowTooLong",
-        f"A single row of {tokens} tokens does not fit the GPU's memory beside the model: {error}",
-        "Lower preparation.maxLength, use a GPU with more memory, or leave the stage out. A trained model is kept.",
-    )
 
 
 def _reading(task: TaskModule, model: PreTrainedModel, forward: Substitute | None, pad_token_id: int) -> Answering:

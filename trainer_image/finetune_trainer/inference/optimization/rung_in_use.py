@@ -129,6 +129,11 @@ class RungInUse:
             log.info("predict.optimization %s: %s, %s.", requested, name, self._chosen.table.reason)
         return self._chosen.forward
 
+    @property
+    def built(self) -> Substitute | None:
+        """Forward pass that `choose` has built; None for the model itself, and before."""
+        return None if self._chosen is None else self._chosen.forward
+
     def _without_measuring(self) -> Chosen | None:
         requested = self.request.optimization
         if requested == "none":
