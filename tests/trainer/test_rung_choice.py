@@ -20,7 +20,7 @@ from finetune_trainer.inference.optimization.answer_agreement import agreement, 
 from finetune_trainer.inference.optimization.choosing import Chosen, RungRequest, Sample, by_name, choose
 from finetune_trainer.inference.optimization.rung_protocol import Batch, ForwardPass, Machine, NotAvailable, Rung
 from finetune_trainer.inference.optimization.rungs import FAMILIES, rung_by_name
-from finetune_trainer.inference.optimization.torch_rungs import BF16, COMPILE, PLAIN
+from finetune_trainer.inference.optimization.torch_rungs import BF16, COMPILE, PLAIN, copied_in
 
 ROWS = 100
 PLAIN_SECONDS = 10.0
@@ -417,6 +417,30 @@ def test_units_and_compilers_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
     assert "no C++ compiler" in str(COMPILE.unavailable(model, Machine()))
+
+
+def test_copy_in_bf16_keeps_the_model_and_its_tied_weights() -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False)
+            self.head.weight = self.embedding.weight
+            self.register_buffer("positions", torch.arange(5))
+            self.register_buffer("scales", torch.ones(5))
+
+    model = Tied().eval()
+    copied: Any = copied_in(model, torch.bfloat16)
+    assert {name: tensor.dtype for name, tensor in copied.state_dict().items()} == {
+        "embedding.weight": torch.bfloat16,
+        "head.weight": torch.bfloat16,
+        "positions": torch.int64,
+        "scales": torch.bfloat16,
+    }
+    assert copied.head.weight is copied.embedding.weight
+    assert torch.equal(copied.head.weight, model.head.weight.to(torch.bfloat16))
+    assert (model.head.weight.dtype, copied.training) == (torch.float32, False)
+    copied.positions.zero_()
+    assert model.positions.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_units_and_compilers_of_a_gpu_decide(monkeypatch: pytest.MonkeyPatch) -> None:

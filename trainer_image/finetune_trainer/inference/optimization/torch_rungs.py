@@ -20,12 +20,29 @@ from finetune_trainer.inference.optimization.rung_protocol import (
 )
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
     from transformers import PreTrainedModel
 
 _COMPILERS = {"cpu": ("CXX", ("c++", "g++", "clang++")), "cuda": ("CC", ("gcc", "clang"))}
 """Device -> variable that names the compiler of its kernels or, with Triton, of their launchers; and those that are
 tried without it (triton/runtime/build.py).
 """
+
+
+def copied_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a copy of a model for inference, with its floating-point tensors in `dtype`.
+
+    Each tensor is converted by itself: a whole copy in the model's own type before that may not fit beside the model.
+    """
+    from torch import nn
+
+    def converted(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach().clone()
+
+    copies: dict[int, object] = {id(buffer): converted(buffer) for buffer in model.buffers()}
+    copies |= {id(weight): nn.Parameter(converted(weight), requires_grad=False) for weight in model.parameters()}
+    return copy.deepcopy(model, copies)
 
 
 @dataclass(frozen=True)
@@ -59,6 +76,8 @@ class HalfRung:
 
         if model.dtype == torch.bfloat16:
             return "the plan computes in bf16 already"
+        if getattr(model, "hf_quantizer", None) is not None:
+            return "the model's weights are quantized already"
         if model.device.type == "cpu" and not machine.multiplies_bf16:
             return NO_BF16
         if model.device.type == "cuda" and not has_bf16(torch.cuda.get_device_properties(model.device)):
@@ -69,7 +88,7 @@ class HalfRung:
         """Return a copy of the model."""
         import torch
 
-        return cast(ForwardPass, copy.deepcopy(model).to(torch.bfloat16))  # type: ignore[arg-type]  # transformers' own
+        return cast(ForwardPass, copied_in(cast("nn.Module", model), torch.bfloat16))
 
 
 @dataclass(frozen=True)
