@@ -675,7 +675,8 @@ def optimization(made: JobPlan) -> tuple[str, float | None]:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "sentence"), [(0, "fastest on a sample of the rows"), (1, "fastest on the GPU on a sample of the rows")]
+    ("gpus", "sentence"),
+    [(0, "fastest on a sample of the rows, in"), (1, "fastest on a sample of the rows on the GPU, in")],
 )
 def test_auto_measures_on_the_device_of_the_job(gpus: int, sentence: str) -> None:
     made = computed({"tolerance": 0.99}, gpus=gpus)
