@@ -84,7 +84,8 @@ class Effect:
 # A SIGKILL may come from the kernel's OOM killer, and is reported as that. The processes of a node without power look
 # the same if they are seen before the node is missed.
 _KILLED = (Effect(Remedy.ADAPTED, "OutOfMemory"),)
-_STOPPED = (Effect(Remedy.FREE, "Preempted"), Effect(Remedy.FREE, "NodeLost"))
+# A controller that loses sight of a pod's end, as during an outage of the API server, leaves its attempt without pods.
+_STOPPED = tuple(Effect(Remedy.FREE, failure) for failure in ("Preempted", "NodeLost", "PodsGone"))
 EFFECTS: Mapping[Kind, tuple[Effect, ...]] = {
     Kind.KILL_POD: _KILLED,
     Kind.KILL_RANK: _KILLED,

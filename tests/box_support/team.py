@@ -191,7 +191,11 @@ class Team:
             + self.box.cluster.kubectl("logs", "-n", self.namespace, pod["metadata"]["name"], "--tail=25").stdout
             for pod in self.pods(name)[-3:]
         ]
-        return "\n".join([status, "events:", events, "pods:", *pods, *logs, "operator:", self.box.operator_log(30)])
+        jobs = {job["metadata"]["name"]: job.get("status") for job in self.of_job(name, "batch/v1", "jobs")}
+        writes = [f"  {each}" for each in self.box.cluster.writes(name)[-60:]]
+        controllers = [f"  {line[:400]}" for line in self.box.cluster.controller_lines(name)[-40:]]
+        parts = [status, "events:", events, "pods:", *pods, *logs, "Jobs:", yaml.safe_dump(jobs), "writes:", *writes]
+        return "\n".join([*parts, "controllers:", *controllers, "operator:", self.box.operator_log(30)])
 
 
 def last_step(history: Path) -> int:

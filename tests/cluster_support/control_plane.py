@@ -161,6 +161,33 @@ class Cluster:
         entries = [json.loads(line) for line in whole.split(b"\n") if line.strip()]
         return [entry for entry in entries if user is None or entry["user"].get("username") == user]
 
+    def writes(self, name: str) -> list[str]:
+        """Return the writes of objects that begin with `name`, oldest first: time, user agent, verb, object, answer."""
+        if self.folder is None:
+            return []
+        found = []
+        for entry in self.audit():
+            object_ = entry.get("objectRef", {})
+            if entry["verb"] in ("get", "list", "watch") or not str(object_.get("name", "")).startswith(name):
+                continue
+            kind = "/".join(str(object_[part]) for part in ("resource", "subresource") if part in object_)
+            agent = str(entry.get("userAgent", "")).partition("/")[0]
+            write = f"{entry['verb']} {kind} {object_['name']}: {entry.get('responseStatus', {}).get('code')}"
+            found.append(f"{entry['stageTimestamp']} {agent}: {write}")
+        return found
+
+    def controller_lines(self, name: str) -> list[str]:
+        """Return the lines of the cluster's own controllers about `name`, and their errors."""
+        if self.folder is None:
+            return []
+        return [
+            line
+            for program in ("kube-controller-manager", "kube-scheduler")
+            if (log := self.folder / f"{program}.log").is_file()
+            for line in log.read_text(errors="replace").splitlines()
+            if name in line or line.startswith("E")
+        ]
+
 
 def _scaled(argument: str) -> str:
     """Scale the seconds of kubectl's --timeout."""

@@ -236,6 +236,13 @@ def test_request_that_times_out_gets_504_and_leaves_the_queue(server: Served) ->
     assert b'code="499",model="tiny",path="/"} 1.0' in server.request("/metrics").content
 
 
+def test_health_check_of_the_page_is_no_request_to_the_model(server: Served) -> None:
+    assert server.request("/").code == 200
+    text = server.request("/metrics").content.decode()
+    assert 'finetune_serving_requests_total{code="200",model="",path="/page/{name}"}' in text
+    assert 'finetune_serving_requests_total{code="200",model="",path="/"}' not in text
+
+
 def test_token_is_required_except_for_probes(model: Path, tmp_path: Path) -> None:
     with served(job_of(model), JobPaths(tmp_path / "job"), token="secret") as server:
         assert server.request("/", {"inputs": "a"}).code == 401

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
 
@@ -14,7 +15,9 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import EXIT_CODES, FailureClass
 from finetune_contract.report import TrainerReport
 from finetune_operator.api.settings import Settings
+from finetune_operator.api.status_times import stamp
 from finetune_operator.api.types import FailureStatus, ProgressStatus
+from finetune_operator.launchers.launcher_rows import LauncherName
 from finetune_operator.reconcile.decide import decide
 from reconcile_world import NOON, SPEC, World, report
 
@@ -374,6 +377,82 @@ def test_job_without_pods_names_the_command_for_its_events():
     world.make_pods("reviews-prepare-1")
     world.settle()
     assert world.job_condition("Running")[2] == "Waiting for 1 pod of reviews-prepare-1 to start."
+
+
+def without_pods(stage: str) -> World:
+    """A world whose pods of the stage ran and then disappeared, while their Job is not over."""
+    world = training() if stage == "train" else World()
+    world.settle()
+    world.start()
+    world.settle()
+    for pod in world.pods_of(world.newest()):
+        del world.pods[pod]
+    world.settle()
+    return world
+
+
+@pytest.mark.parametrize("stage", ["prepare", "train"])
+def test_attempt_without_its_pods_restarts_free_of_charge(stage: str):
+    world = without_pods(stage)
+    name, gone = world.newest(), f"All pods of Job {world.newest()} are gone, and its controller"
+    message = f"{gone} has neither created others nor ended it."
+    assert world.job_condition("Running") == ("False", "WaitingForPods", message)
+    world.wait(299)
+    assert world.stage(stage) == ("Running", 1)
+    world.wait(1)
+    failure = world.job().status.failure
+    assert failure is not None
+    assert (failure.failure_class, failure.message) == (
+        "PodsGone",
+        f"{gone} neither created others nor ended it for 300 s.",
+    )
+    world.wait(60)
+    assert world.stage(stage) == ("Running", 2)
+    assert name not in world.children, "pods of two attempts could write to one folder"
+    status = world.job().status
+    assert (status.restarts, status.counted_restarts) == (1, 0)
+
+
+def test_pods_that_come_back_have_all_the_time_again():
+    world = without_pods("train")
+    world.wait(299)
+    world.start()
+    world.settle()
+    assert world.job_condition("Running")[0] == "True"
+    world.wait(10)
+    for pod in world.pods_of(world.newest()):
+        del world.pods[pod]
+    world.wait(299)
+    assert world.stage("train") == ("Running", 1)
+
+
+@pytest.mark.parametrize("launcher", ["job", "pytorchjob", "mpijob"])
+def test_stage_goes_on_if_no_controller_ends_it(launcher: LauncherName):
+    world = World(served=(launcher,))
+    world.settle()
+    world.succeed()
+    world.settle()
+    world.start()
+    name = world.newest()
+    unended = deepcopy(world.children[name]["status"])
+    world.succeed()
+    if launcher == "mpijob":
+        # Its controller ends the workers, which wait for connections.
+        for pod in world.pods_of(name)[:-1]:
+            world.pods[pod]["status"] = {"phase": "Running"}
+        world.end_pod(world.pods_of(name)[-1], 0, report("train"))
+    world.children[name]["status"] = unended
+    world.wait(30)
+    until = stamp(world.now + timedelta(seconds=270))
+    kind = world.children[name]["kind"]
+    assert world.job_condition("Running")[2] == (
+        f"All pods of {kind} {name} have succeeded; waiting for its controller to end it. At {until} the stage goes on "
+        "without that."
+    )
+    world.wait(269)
+    assert world.stage("train") == ("Running", 1)
+    world.wait(1)
+    assert world.stage("train") == ("Succeeded", 1)
 
 
 def pulling(world: World, pod: str, reason: str | None) -> None:

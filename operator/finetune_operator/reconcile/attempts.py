@@ -7,11 +7,12 @@ that nothing is created twice. A child that the status names and that does not e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 from finetune_contract.causes import ECHOES
 from finetune_contract.choices import Stage
-from finetune_operator.api.status_times import earliest
+from finetune_operator.api.status_times import earliest, stamp
 from finetune_operator.api.types import StageStatus
 from finetune_operator.planning.plan_types import PlanRefused
 from finetune_operator.reconcile.attempt_outcomes import attempt_failed, stage_succeeded
@@ -32,6 +33,8 @@ from finetune_operator.rendering.render_types import Attempt
 
 NODE_LOST_SECONDS = 30
 """A pod that still exists this long after the grace period of its deletion has a node that does not answer."""
+UNNOTICED_SECONDS = 300
+"""Time for a child's controller to notice that its pods have succeeded, e.g. while it is being updated."""
 REPORT_DELAY_SECONDS = 30
 """Maximum lag of a pod's update behind that of its child."""
 BETTER_CAUSE_SECONDS = 10
@@ -181,7 +184,8 @@ def _underway(state: ReconcileState, stage: StageStatus, child: ChildView, pods:
     state = state.requeue(_next_loss_at(pods, state.now))
     if child.deleting:
         return state.with_findings(waiting=f"{child.ref.kind} {child.ref.name} is being deleted.")
-    wait = pod_wait(child, pods, state.now, state.settings.limits, stage.blocked_since)
+    placed = stage.nodes_since is not None
+    wait = pod_wait(child, pods, state.now, state.settings.limits, stage.blocked_since, placed=placed)
     blocked = None if wait is None else wait.blocked_since
     stage = with_pod_times(stage.model_copy(update={"blocked_since": blocked}), pods)
     state = state.with_stage(stage)
@@ -196,10 +200,36 @@ def _underway(state: ReconcileState, stage: StageStatus, child: ChildView, pods:
         state = state.requeue(wait.until).with_findings(waiting=state.findings.waiting or wait.message)
         if wait.idle:
             return state
+    if child.state != "Suspended" and (over := _over_since(child, pods)) is not None:
+        return _unnoticed(state, stage, child, pods, over)
     if child.state == "Suspended":
         detail = f" {child.message}" if child.message else ""
         return state.with_findings(waiting=f"{child.ref.kind} {child.ref.name} is suspended.{detail}")
     return _with_progress(state, stage, child, pods)
+
+
+def _over_since(child: ChildView, pods: Sequence[PodView]) -> datetime | None:
+    """Return when the pods of a child that is not over succeeded; None: they have not, or others may follow."""
+    launchers = [pod for pod in pods if pod.index is None]
+    ends = [pod.ended.finished for pod in launchers or pods if pod.phase == "Succeeded" and pod.ended is not None]
+    if child.replaces_pods or reported_success(pods) is None or len(ends) < len(launchers or pods):
+        return None
+    return max((end for end in ends if end is not None), default=None)
+
+
+def _unnoticed(
+    state: ReconcileState, stage: StageStatus, child: ChildView, pods: Sequence[PodView], over: datetime
+) -> ReconcileState:
+    """Wait for the child's own controller to report the end of its pods; without it, their reports count at last."""
+    report_at, until = (over + timedelta(seconds=seconds) for seconds in (REPORT_DELAY_SECONDS, UNNOTICED_SECONDS))
+    if until <= state.now:
+        return _succeeded(state, stage, replace(child, finished=over), pods)
+    if state.now < report_at:
+        return _with_progress(state.requeue(report_at), stage, child, pods)
+    return state.requeue(until).with_findings(
+        waiting=f"All pods of {child.ref.kind} {child.ref.name} have succeeded; waiting for its controller to end it. "
+        f"At {stamp(until)} the stage goes on without that."
+    )
 
 
 def _with_progress(

@@ -50,6 +50,7 @@ class OperatorCause(StrEnum):
     UNSCHEDULABLE = "Unschedulable"
     SPOT_UNAVAILABLE = "SpotUnavailable"
     KILLED = "Killed"
+    PODS_GONE = "PodsGone"
     CHILD_DELETED = "ChildDeleted"
     CHILD_FAILED = "ChildFailed"
     NAME_TAKEN = "NameTaken"
@@ -85,6 +86,7 @@ REMEDIES: dict[CauseClass, Remedy] = {
     OperatorCause.NODE_LOST: Remedy.FREE,
     OperatorCause.EVICTED: Remedy.FREE,
     OperatorCause.POD_REJECTED: Remedy.FREE,
+    OperatorCause.PODS_GONE: Remedy.FREE,
     OperatorCause.IMAGE_PULL: Remedy.FAIL,
     OperatorCause.CONTAINER_CONFIG: Remedy.FAIL,
     OperatorCause.UNSCHEDULABLE: Remedy.FAIL,
@@ -100,6 +102,11 @@ REMEDIES: dict[CauseClass, Remedy] = {
     OperatorCause.PLAN_REFUSED: Remedy.FAIL,
     OperatorCause.NO_PROGRESS: Remedy.COUNTED,
 }
+
+_EVIDENT = frozenset(
+    {OperatorCause.NODE_LOST, OperatorCause.EVICTED, OperatorCause.POD_REJECTED, OperatorCause.PODS_GONE}
+)
+"""Causes that only Kubernetes itself reports: the infrastructure, or somebody with access to it, ended the pods."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,7 @@ class Cause:
         """True if Kubernetes itself reports that the infrastructure, or somebody with access to it, ended the pod. A
         process's report on its peers, and its exit code, may have any cause.
         """
-        if self.cause in (OperatorCause.NODE_LOST, OperatorCause.EVICTED, OperatorCause.POD_REJECTED):
+        if self.cause in _EVIDENT:
             return True
         pod = self.pod
         if self.from_child_status or pod is None:

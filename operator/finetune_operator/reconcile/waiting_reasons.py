@@ -26,6 +26,14 @@ IMAGE_REASONS = frozenset(
 )
 NO_PODS_SECONDS = 60
 """A controller that can create pods does so within seconds."""
+PODS_GONE_SECONDS = 300
+"""Maximum time without any pod for an attempt whose pods have had nodes. After an outage of the API server, controllers
+retry at least once a minute.
+"""
+_RETURN_SECONDS = 900
+"""The same for a Job that replaces its pods: its controller delays that by up to 10 minutes (kubernetes
+`pkg/controller/job/job_controller.go`, MaxJobPodFailureBackOff).
+"""
 CONFIG_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
 _HINTS: dict[CauseClass, str] = {
     OperatorCause.IMAGE_PULL: "Check the name of the image (spec.image, or defaults.image in the operator's settings) "
@@ -53,11 +61,21 @@ class PodWait:
 
 
 def pod_wait(
-    child: ChildView, pods: Sequence[PodView], now: datetime, limits: Limits, blocked_since: datetime | None = None
+    child: ChildView,
+    pods: Sequence[PodView],
+    now: datetime,
+    limits: Limits,
+    blocked_since: datetime | None = None,
+    *,
+    placed: bool = False,
 ) -> PodWait | None:
-    """Return the wait of the attempt; None if its pods run. `blocked_since` is that of the previous reconcile."""
+    """Return the wait of the attempt; None if its pods run. `blocked_since` is that of the previous reconcile, `placed`
+    says whether pods of the attempt have had nodes.
+    """
     name = child.ref.name
     pending = sorted((pod for pod in pods if pod.phase == "Pending"), key=lambda pod: pod.optional)
+    if not pods and placed and child.state != "Suspended":
+        return _wait_for_return(child, now, blocked_since or now)
     if not pods and child.state in ("Pending", "Suspended"):
         return _wait_for_creation(child, now)
     if not pending:
@@ -87,6 +105,25 @@ def _wait_for_creation(child: ChildView, now: datetime) -> PodWait:
         f"No pod of {kind} {name} has been created in {NO_PODS_SECONDS} s: a quota, a policy or a missing service "
         f"account may prevent it. See kubectl describe {kind.lower()} {name}.{detail}"
     )
+
+
+def _wait_for_return(child: ChildView, now: datetime, gone_since: datetime) -> PodWait:
+    """Return the wait of an attempt without pods whose child is not over: its controller may have lost sight of it."""
+    kind, name = child.ref.kind, child.ref.name
+    gone = f"All pods of {kind} {name} are gone, and its controller"
+    seconds = _RETURN_SECONDS if child.replaces_pods else PODS_GONE_SECONDS
+    until = gone_since + timedelta(seconds=seconds)
+    if now < until:
+        message = f"{gone} has neither created others nor ended it."
+        return PodWait(message, until=until, blocked_since=gone_since)
+    cause = Cause(
+        OperatorCause.PODS_GONE,
+        "PodsGone",
+        f"{gone} neither created others nor ended it for {seconds} s.",
+        "No action is needed: the stage resumes from its last checkpoint. If it happens again, check the log of that "
+        "controller.",
+    )
+    return PodWait(cause.message, cause)
 
 
 def _blocked(pod: PodView, now: datetime, limits: Limits, blocked_since: datetime) -> PodWait | None:

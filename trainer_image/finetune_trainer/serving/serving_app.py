@@ -83,6 +83,9 @@ def _error(path: str, error: RequestError) -> Response:
 
 def _guarded(state: ServerState, path: str, handler: Handler, method: str = "GET") -> Handler:
     """Check the token, answer errors, count and log."""
+    # A load balancer checks `GET /` all day; it must not count among the requests to the model, `POST /`.
+    of_page = f"{method} {path}" in _PAGE
+    counted_path = "/page/{name}" if of_page else path
 
     async def guarded(request: Request) -> Response:
         began = time.perf_counter()
@@ -93,7 +96,7 @@ def _guarded(state: ServerState, path: str, handler: Handler, method: str = "GET
         state.metrics.in_flight.set(state.in_flight)
         try:
             try:
-                if path not in _OPEN and f"{method} {path}" not in _PAGE:
+                if path not in _OPEN and not of_page:
                     _check_token(state, request)
                 response = await handler(request)
             except RequestError as error:
@@ -110,8 +113,8 @@ def _guarded(state: ServerState, path: str, handler: Handler, method: str = "GET
             response.headers["X-Endpoint-Revision"] = state.endpoint_revision
         if state.draining:
             response.headers["Connection"] = "close"
-        state.metrics.requests.labels(path, str(response.status_code), request.state.model).inc()
-        state.metrics.seconds.labels(path).observe(seconds)
+        state.metrics.requests.labels(counted_path, str(response.status_code), request.state.model).inc()
+        state.metrics.seconds.labels(counted_path).observe(seconds)
         if path not in _OPEN:
             line = {
                 "request": identity,
