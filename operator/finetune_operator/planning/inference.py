@@ -119,8 +119,8 @@ def choose_optimization(draft: Draft) -> Draft:
     if why is None:
         where = "" if on_cpu else " on the GPU"
         return draft.with_inference(predict_optimization="measured").because(
-            f"predictions are computed in the way that is fastest on a sample of the rows{where}, in a small job by the "
-            "model as it is (spec.predict.optimization is auto)"
+            f"predictions are computed in the way that is fastest on a sample of the rows{where}, in a small job by "
+            "the model as it is (spec.predict.optimization is auto)"
         )
     limits = {"tolerance": asked.tolerance, "metricTolerance": asked.metric_tolerance, "server": asked.server}
     for name in [name for name, value in limits.items() if value is not None]:
