@@ -312,6 +312,24 @@ def test_failing_rung_is_refused_and_the_next_is_measured(monkeypatch: pytest.Mo
     assert bench.gpu.released == 2
 
 
+def test_rung_without_room_in_a_further_round_keeps_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of all rungs are on the GPU then; of the chosen rung alone there was room."""
+    fast = FakeRung("fast", 2.0)
+    bench = on_gpu(monkeypatch, fast, FakeRung("slow", 4.0))
+    answers, rounds = bench.sample().answers, []
+
+    def answered(forward: Any) -> Any:
+        if isinstance(forward, FakePass) and forward.rung is fast:
+            rounds.append(forward)
+            fast.raises = OUT_OF_MEMORY if len(rounds) > 1 else None
+        return answers(forward)
+
+    sample = Sample(ROWS, [{"input_ids": torch.ones(2, 3)}], answered)
+    chosen = choose(RungRequest("measured", None), MODEL, sample, 100_000, Path(), MACHINE, 1, bench.gpu)
+    assert (chosen.name, len(rounds)) == ("fast", 1 + choosing.ROUNDS)
+    assert {row.name: row.rows_per_second for row in chosen.table.rungs}["fast"] == ROWS / 2.0
+
+
 def test_rung_by_name_that_does_not_fit_the_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = on_gpu(monkeypatch, FakeRung("x", 1.0, lossy=True, too_large=True))
     for tolerance in (None, 0.9):

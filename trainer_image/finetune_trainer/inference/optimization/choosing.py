@@ -375,7 +375,10 @@ class _Ledger:
         if not self.right or seconds < self.plain.seconds:
             return
         seconds -= self.plain.seconds
-        self.plain.seconds = self._timed(self.plain)
+        again = self._timed(self.plain)
+        if math.isinf(again):
+            return
+        self.plain.seconds = again
         trials = [*self.right, self.plain]
         for _ in range(ROUNDS):
             seconds -= sum(trial.seconds for trial in trials)
@@ -386,7 +389,11 @@ class _Ledger:
                 trial.seconds = min(trial.seconds, self._timed(trial))
 
     def _timed(self, trial: _Trial) -> float:
-        return timed(self.meter, lambda: self.sample.answers(trial.forward))[1]
+        """Return the time of a further round; infinite if the copies of all rungs leave no room for a batch."""
+        try:
+            return _fitting(lambda: timed(self.meter, lambda: self.sample.answers(trial.forward))[1])
+        except NotAvailable:
+            return math.inf
 
     def chosen(self, share: float) -> Chosen:
         """Return the rung that is right enough and ends first. `share`: rows of each worker, in samples."""
