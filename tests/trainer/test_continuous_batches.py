@@ -207,7 +207,6 @@ def test_stage_by_name_fails_where_slots_cannot_generate(tmp_path: Path) -> None
 
 def test_auto_measures_slots_and_takes_the_faster_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "SMALL_SECONDS", 0.0)
-    monkeypatch.setattr(rung_in_use, "SMALL_SECONDS", 0.0)
     monkeypatch.setattr(choosing, "MEASURING_SHARE", 1e9)
     monkeypatch.setattr(rung_in_use, "TEXT_SAMPLE_SHARE", 1e9)
     paths = JobPaths(tmp_path / "job")

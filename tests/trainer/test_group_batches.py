@@ -16,6 +16,7 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import JobPaths
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.inference import predict as stage
 from finetune_trainer.inference.predict import predict_as
 from finetune_trainer.inference.runner import answers_of, fitted_budgets
 from finetune_trainer.inference.tensor_group import ProbedWay, WholeModel
@@ -109,6 +110,36 @@ def test_prediction_computes_batches_that_the_group_agreed_on(tmp_path: Path, pa
     group = SmallGroup(memory=SmallMemory(100))
     assert predict_as(None, job, paths, NoProgress(), group=group)["rows"] == len(LENGTHS)
     assert 50 < max(group.memory.tried) <= 100
+
+
+class Stopped(NoProgress):
+    """Ends an attempt with its first rows."""
+
+    def update(self, step: int, total: int, **values: float) -> None:
+        raise KeyboardInterrupt
+
+
+def test_retry_on_a_gpu_computes_the_halved_batches_of_the_first_attempt(
+    tmp_path: Path, paths: JobPaths, tiny_bert: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound is in the manifest, so that a GPU with more memory writes the same bytes."""
+    data = write_lines(tmp_path / "data" / "rows.jsonl", [{"text": " ".join(WORDS[:n])} for n in LENGTHS])
+    rows = {"uri": f"file://{data}", "columns": {"text": "text"}}
+    predicts = {"device": "cuda", "batch_tokens": BATCH_TOKENS, "dataset": rows}
+    model = tiny_bert(tmp_path / "model", words=WORDS, labels=("a", "b"))
+    job = task_job("text-classification", model, tmp_path, ["text"], evaluation=None, predict=predicts, dataset=None)
+    memory = SmallMemory(100)
+    monkeypatch.setattr(stage, "settle", lambda network, _device: memory.limit(network))
+    with pytest.raises(KeyboardInterrupt):
+        predict_as(None, job, paths, Stopped())
+    halved = BATCH_TOKENS // 8
+    first = list(memory.tried)
+    assert [each > 100 for each in first] == [True] * 3 + [False] * (len(first) - 3)
+    assert max(first[3:]) <= halved
+    memory.tokens = MUCH
+    memory.tried.clear()
+    assert predict_as(None, job, paths, NoProgress())["rows"] == len(LENGTHS)
+    assert max(memory.tried) <= halved
 
 
 @pytest.mark.parametrize(

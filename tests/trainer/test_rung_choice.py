@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, cast, get_args
 
 import pytest
 import torch
 
+from finetune_contract.choices import GPU_RUNGS, RungName
+from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.optimization import choosing
-from finetune_trainer.inference.optimization.choosing import Chosen, RungRequest, Sample, by_name, choose, worst_metric
+from finetune_trainer.inference.optimization.answer_agreement import agreement, worst_metric
+from finetune_trainer.inference.optimization.choosing import Chosen, RungRequest, Sample, by_name, choose
 from finetune_trainer.inference.optimization.rung_protocol import Batch, ForwardPass, Machine, NotAvailable, Rung
-from finetune_trainer.inference.optimization.torch_rungs import BF16, COMPILE, PLAIN
+from finetune_trainer.inference.optimization.rungs import FAMILIES, rung_by_name
+from finetune_trainer.inference.optimization.torch_rungs import BF16, COMPILE, PLAIN, copied_in
 
 ROWS = 100
 PLAIN_SECONDS = 10.0
@@ -39,6 +45,10 @@ class FakeRung:
     fails: str | None = None
     disturbed: float = 0.0
     """Seconds that other load adds to its first answer."""
+    raises: Exception | None = None
+    """Error of its answers."""
+    too_large: bool = False
+    """True if a copy of the model does not fit the GPU."""
     prepared: int = field(default=0, init=False)
     clock: list[float] = field(default_factory=list, init=False)
 
@@ -50,6 +60,8 @@ class FakeRung:
         self.clock[0] += self.setup if self.prepared == 1 else self.loading
         if self.fails is not None:
             raise NotAvailable(self.fails)
+        if self.too_large:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return cast(ForwardPass, FakePass(self))
 
 
@@ -61,6 +73,30 @@ class FakePass:
         return None
 
 
+@dataclass
+class FakeGpu:
+    """Meter of a GPU, on which work takes its time only once the host waits for it."""
+
+    clock: list[float]
+    gpu: str = "NVIDIA L4"
+    queued: float = 0.0
+    released: int = 0
+    """Times that memory was given back."""
+
+    def wait(self) -> None:
+        self.clock[0] += self.queued
+        self.queued = 0.0
+
+    def begin(self) -> None:
+        """Begin to measure."""
+
+    def taken(self) -> int:
+        return 7
+
+    def release(self) -> None:
+        self.released += 1
+
+
 class Bench:
     """Rungs, rows and a clock that the rungs move."""
 
@@ -70,6 +106,8 @@ class Bench:
         """Times that the sample was answered."""
         self.cold = 0
         """Initial answers that take twice as long."""
+        self.gpu: FakeGpu | None = None
+        """Device of the model; None: a CPU."""
         for rung in rungs:
             rung.clock = self.clock
         known: dict[str, Rung] = {rung.name: rung for rung in rungs} | {"none": PLAIN}
@@ -85,7 +123,9 @@ class Bench:
             if self.answered <= self.cold:
                 self.clock[0] += PLAIN_SECONDS
             rung = forward.rung if isinstance(forward, FakePass) else None
-            self.clock[0] += PLAIN_SECONDS if rung is None else rung.seconds + rung.disturbed
+            if rung is not None and rung.raises is not None:
+                raise rung.raises
+            self.spend(PLAIN_SECONDS if rung is None else rung.seconds + rung.disturbed)
             if rung is not None:
                 rung.disturbed = 0.0
             wrong = 0 if rung is None else rung.wrong
@@ -105,7 +145,14 @@ class Bench:
         workers: int = 1,
     ) -> Chosen:
         request = RungRequest(optimization, tolerance, metric_tolerance)
-        return choose(request, MODEL, self.sample(), remaining, Path(), MACHINE, workers)
+        return choose(request, MODEL, self.sample(), remaining, Path(), MACHINE, workers, self.gpu)
+
+    def spend(self, seconds: float) -> None:
+        """Do work of so many seconds."""
+        if self.gpu is None:
+            self.clock[0] += seconds
+        else:
+            self.gpu.queued += seconds
 
 
 def test_set_up_of_further_workers_counts_against_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +265,105 @@ def test_unavailable_rung_gives_its_reason_and_the_next_is_measured(monkeypatch:
     }
 
 
+def on_gpu(monkeypatch: pytest.MonkeyPatch, *rungs: FakeRung) -> Bench:
+    bench = Bench(monkeypatch, *rungs)
+    bench.gpu = FakeGpu(bench.clock)
+    return bench
+
+
+def test_time_on_a_gpu_ends_when_its_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = on_gpu(monkeypatch, FakeRung("slow", 20.0), FakeRung("fast", 5.0))
+    chosen = bench.choose()
+    assert chosen.name == "fast"
+    found = {row.name: (row.rows_per_second, row.memory_bytes) for row in chosen.table.rungs}
+    assert found == {"none": (ROWS / PLAIN_SECONDS, None), "slow": (5.0, 7), "fast": (20.0, 7)}
+
+
+def test_job_on_a_gpu_is_measured_from_five_minutes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute of torch.compile would be too much for a job of two."""
+    rows = int(choosing.GPU_SMALL_SECONDS / PLAIN_SECONDS * ROWS)
+    bench = on_gpu(monkeypatch, FakeRung("fast", 5.0))
+    assert bench.choose(remaining=rows - ROWS).name == "none"
+    assert bench.choose(remaining=rows + ROWS).name == "fast"
+    bench.gpu = None
+    assert bench.choose(remaining=rows - ROWS).name == "fast"
+
+
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+ROW_TOO_LONG = StageError(FailureClass.OUT_OF_MEMORY, "RowTooLong", "A row does not fit.", "Shorten it.")
+NO_KERNEL = RuntimeError("CUDA error: no kernel image is available\nFor debugging consider ...")
+FAILING = {
+    "copy does not fit": (FakeRung("x", 1.0, too_large=True), "do not fit the GPU's memory"),
+    "batch does not fit": (FakeRung("x", 1.0, raises=OUT_OF_MEMORY), "do not fit the GPU's memory"),
+    "row does not fit": (FakeRung("x", 1.0, raises=ROW_TOO_LONG), "do not fit the GPU's memory"),
+    "kernel fails": (FakeRung("x", 1.0, raises=NO_KERNEL), "RuntimeError: CUDA error: no kernel image is available"),
+}
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_failing_rung_is_refused_and_the_next_is_measured(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    rung, why = FAILING[case]
+    bench = on_gpu(monkeypatch, rung, FakeRung("good", 5.0))
+    chosen = bench.choose()
+    assert chosen.name == "good"
+    assert whys(chosen)["x"].startswith("not available: ")
+    assert why in whys(chosen)["x"]
+    assert bench.gpu is not None
+    assert bench.gpu.released == 2
+
+
+def test_rung_without_room_in_a_further_round_keeps_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of all rungs are on the GPU then; of the chosen rung alone there was room."""
+    fast = FakeRung("fast", 2.0)
+    bench = on_gpu(monkeypatch, fast, FakeRung("slow", 4.0))
+    answers, rounds = bench.sample().answers, []
+
+    def answered(forward: Any) -> Any:
+        if isinstance(forward, FakePass) and forward.rung is fast:
+            rounds.append(forward)
+            fast.raises = OUT_OF_MEMORY if len(rounds) > 1 else None
+        return answers(forward)
+
+    sample = Sample(ROWS, [{"input_ids": torch.ones(2, 3)}], answered)
+    chosen = choose(RungRequest("measured", None), MODEL, sample, 100_000, Path(), MACHINE, 1, bench.gpu)
+    assert (chosen.name, len(rounds)) == ("fast", 1 + choosing.ROUNDS)
+    assert {row.name: row.rows_per_second for row in chosen.table.rungs}["fast"] == ROWS / 2.0
+
+
+def test_rung_by_name_that_does_not_fit_the_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = on_gpu(monkeypatch, FakeRung("x", 1.0, lossy=True, too_large=True))
+    for tolerance in (None, 0.9):
+        with pytest.raises(StageError, match="do not fit the GPU's memory") as refused:
+            bench.choose("x", tolerance=tolerance)
+        assert refused.value.reason == "RungNotAvailable"
+    with pytest.raises(StageError, match="do not fit the GPU's memory"):
+        by_name("x", MODEL, bench.sample(), Path(), MACHINE)
+
+
+def test_rung_by_name_that_fails_ends_the_stage_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        on_gpu(monkeypatch, FakeRung("x", 1.0, raises=NO_KERNEL)).choose("x", tolerance=0.9)
+
+
+def test_rung_with_wrong_labels_is_timed_once_and_its_copy_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = FakeRung("wrong", 1.0, wrong=1)
+    bench = on_gpu(monkeypatch, wrong, FakeRung("good", 5.0))
+    held: list[int] = []
+    answers = bench.sample().answers
+    sample = Sample(
+        ROWS, [{"input_ids": torch.ones(2, 3)}], lambda forward: held.append(copies(wrong)) or answers(forward)
+    )
+    request = RungRequest("measured", None)
+    assert choose(request, MODEL, sample, 100_000, Path(), MACHINE, 1, bench.gpu).name == "good"
+    assert held == [0, 0, 1, *[0] * (len(held) - 3)]
+
+
+def copies(rung: FakeRung) -> int:
+    """Return the number of forward passes of a rung that are held."""
+    gc.collect()
+    return sum(isinstance(each, FakePass) and each.rung is rung for each in gc.get_objects())
+
+
 @pytest.mark.parametrize("rung", [FakeRung("x", 1.0, why_not="no units"), FakeRung("x", 1.0, fails="no units")])
 def test_rung_requested_by_name_is_used_or_refused(monkeypatch: pytest.MonkeyPatch, rung: FakeRung) -> None:
     bench = Bench(monkeypatch, rung)
@@ -291,16 +437,59 @@ def test_units_and_compilers_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no C++ compiler" in str(COMPILE.unavailable(model, Machine()))
 
 
+def test_copy_in_bf16_keeps_the_model_and_its_tied_weights() -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False)
+            self.head.weight = self.embedding.weight
+            self.register_buffer("positions", torch.arange(5))
+            self.register_buffer("scales", torch.ones(5))
+
+    model = Tied().eval()
+    copied: Any = copied_in(model, torch.bfloat16)
+    assert {name: tensor.dtype for name, tensor in copied.state_dict().items()} == {
+        "embedding.weight": torch.bfloat16,
+        "head.weight": torch.bfloat16,
+        "positions": torch.int64,
+        "scales": torch.bfloat16,
+    }
+    assert copied.head.weight is copied.embedding.weight
+    assert torch.equal(copied.head.weight, model.head.weight.to(torch.bfloat16))
+    assert (model.head.weight.dtype, copied.training) == (torch.float32, False)
+    copied.positions.zero_()
+    assert model.positions.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_units_and_compilers_of_a_gpu_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = SimpleNamespace(dtype=torch.float32, device=torch.device("cuda"))
+    capability = SimpleNamespace(major=7, minor=5)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: capability)
+    assert str(BF16.unavailable(model, Machine(amx=True))).startswith("the GPU has no bfloat16 units")
+    capability.major = 8
+    assert BF16.unavailable(model, Machine()) is None
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert "no C compiler" in str(COMPILE.unavailable(model, Machine()))
+
+
+@pytest.mark.parametrize("name", sorted(set(get_args(RungName)) - {*GPU_RUNGS, *FAMILIES}))
+def test_rungs_for_cpus_are_not_available_on_a_gpu(name: str) -> None:
+    model: Any = SimpleNamespace(dtype=torch.float32, device=torch.device("cuda"))
+    assert rung_by_name(name).unavailable(model, Machine()) == "it is for CPUs, and the model is on a GPU"
+
+
 def test_numbers_without_labels_agree_when_they_are_close() -> None:
     plain = [{"value": 1.0}, {"value": -250.0}]
-    assert choosing.agreement(plain, [{"value": 1.0 + 1e-5}, {"value": -250.001}]) == 1
-    assert choosing.agreement(plain, [{"value": 9.0}, {"value": -250.0}]) == 0.5
+    assert agreement(plain, [{"value": 1.0 + 1e-5}, {"value": -250.001}]) == 1
+    assert agreement(plain, [{"value": 9.0}, {"value": -250.0}]) == 0.5
 
 
 def test_label_with_a_score_that_is_no_number_does_not_agree() -> None:
     plain = [{"label": "a", "score": 0.9, "scores": {"a": 0.9, "b": 0.1}}]
-    assert choosing.agreement(plain, [{"label": "a", "score": float("nan"), "scores": {"a": 0.9, "b": 0.1}}]) == 0
-    assert choosing.agreement(plain, [{"label": "a", "score": 0.7, "scores": {"a": 0.7, "b": 0.3}}]) == 1
+    assert agreement(plain, [{"label": "a", "score": float("nan"), "scores": {"a": 0.9, "b": 0.1}}]) == 0
+    assert agreement(plain, [{"label": "a", "score": 0.7, "scores": {"a": 0.7, "b": 0.3}}]) == 1
 
 
 def test_a_rung_that_another_image_has_chosen_is_refused_by_name() -> None:

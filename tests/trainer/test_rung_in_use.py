@@ -19,8 +19,9 @@ from finetune_trainer.data.prepare import prepare
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference import predict as stage
-from finetune_trainer.inference import shard_claims
+from finetune_trainer.inference import runner, shard_claims
 from finetune_trainer.inference.optimization import choosing, rung_in_use
+from finetune_trainer.inference.optimization.device_meter import HostMeter
 from finetune_trainer.inference.optimization.rung_in_use import FOLDER, RungInUse
 from finetune_trainer.inference.optimization.rung_protocol import Machine
 from finetune_trainer.inference.optimization.rung_table import RungTable
@@ -68,7 +69,6 @@ def table(paths: JobPaths) -> RungTable:
 def measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure jobs of any size."""
     monkeypatch.setattr(choosing, "SMALL_SECONDS", 0.0)
-    monkeypatch.setattr(rung_in_use, "SMALL_SECONDS", 0.0)
     monkeypatch.setattr(choosing, "MEASURING_SHARE", 1e9)
 
 
@@ -157,6 +157,67 @@ def test_auto_measures_every_rung_and_remembers_the_choice(
     assert again["optimization"] == result["optimization"]
 
 
+class PretendedGpu(HostMeter):
+    """Meter of a CPU that passes for a GPU."""
+
+    def __init__(self, gpu: str) -> None:
+        super().__init__()
+        self.gpu = gpu
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
+    """Have jobs for a GPU compute on the CPU."""
+    gpu = PretendedGpu("NVIDIA L4")
+    monkeypatch.setattr(stage, "settle", lambda _model, _device: None)
+    monkeypatch.setattr(rung_in_use, "meter_of", lambda device: gpu if device == "cuda" else HostMeter())
+    monkeypatch.setattr(choosing, "GPU_SMALL_SECONDS", 0.0)
+    return gpu
+
+
+def test_auto_measures_on_a_gpu_and_remembers_the_choice_for_it(
+    measuring: None, pretended: PretendedGpu, model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choosing, "rungs_of", lambda _name, **_: [Upside()])
+    job = a_job(model, data, optimization="measured", device="cuda", tolerance=0.9)
+    assert predict(job, paths, NoProgress())["optimization"] == "none"
+    rows = {row.name: row for row in table(paths).rungs}
+    assert "of its labels are equal, less than 90.00%" in rows["bf16"].why
+    assert rows["bf16"].rows_per_second is not None
+    assert pretended.waits >= 6, "each time begins and ends with a wait"
+
+    measured: list[str] = []
+
+    def seen(*given: Any) -> Any:
+        measured.append(given[-1].gpu)
+        return choosing.choose(*given)
+
+    monkeypatch.setattr(rung_in_use, "choose", seen)
+    predict(job, paths, NoProgress())
+    assert measured == []
+    pretended.gpu = "NVIDIA H100 80GB HBM3"
+    predict(job, paths, NoProgress())
+    assert measured == ["NVIDIA H100 80GB HBM3"]
+
+
+def test_model_on_several_gpus_is_not_measured(
+    measuring: None, pretended: PretendedGpu, model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "refuse_missing_gpu", lambda index: None)
+    monkeypatch.setattr(runner, "placement", lambda _devices: {})
+    monkeypatch.setattr(runner, "refuse_host_memory", lambda _model: None)
+    job = a_job(model, data, optimization="measured", device="cuda", devices_per_process=2)
+    assert predict(job, paths, NoProgress())["optimization"] == "none"
+    assert table(paths).reason == "the model's layers are on 2 GPUs, and rungs are for a model on one"
+    with pytest.raises(StageError, match="the model's layers are on 2 GPUs") as refused:
+        predict(a_job(model, data, optimization="bf16", device="cuda", devices_per_process=2), paths, NoProgress())
+    assert refused.value.reason == "RungNotAvailable"
+
+
 class Upside:
     """A rung that answers the opposite."""
 
@@ -242,8 +303,17 @@ def test_an_attempt_on_a_machine_without_the_rung_of_the_parts_is_refused(
 
 
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    "shared", [{"workers": 2}, {"processes": 2, "device": "cuda"}], ids=["two pods", "two GPUs of a pod"]
+)
 def test_one_of_two_workers_measures_and_the_other_waits_for_its_choice(
-    fails: bool, model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
+    shared: dict[str, Any],
+    fails: bool,
+    pretended: PretendedGpu,
+    model: Path,
+    data: Path,
+    paths: JobPaths,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The other takes over if the first is preempted meanwhile."""
     monkeypatch.setattr(shard_claims, "POLL_SECONDS", 0.02)
@@ -268,7 +338,7 @@ def test_one_of_two_workers_measures_and_the_other_waits_for_its_choice(
     monkeypatch.setattr(shard_claims.ShardClaimer, "first", seen)
     monkeypatch.setattr(RungInUse, "choose", choose)
     monkeypatch.setattr(row_shards, "LEAST_BYTES", 200)
-    job = a_job(model, data, optimization="measured", workers=2)
+    job = a_job(model, data, optimization="measured", **shared)
 
     def work(index: int) -> dict[str, Any]:
         return predict(job, paths, NoProgress(), ProcessWorld(rank=index, size=2), {ENV_ATTEMPT: "1"})

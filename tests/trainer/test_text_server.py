@@ -14,7 +14,7 @@ from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.failures import StageError
-from finetune_trainer.inference.optimization import choosing, rung_in_use, text_server
+from finetune_trainer.inference.optimization import choosing, text_server
 from finetune_trainer.inference.optimization.rung_table import RungTable
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.progress import NoProgress
@@ -174,7 +174,6 @@ def test_a_server_that_never_answers_ends_the_worker_or_the_trial(
 ) -> None:
     monkeypatch.setattr(text_server, "OUTAGE_SECONDS", 0.0)
     monkeypatch.setattr(choosing, "SMALL_SECONDS", 0.0)
-    monkeypatch.setattr(rung_in_use, "SMALL_SECONDS", 0.0)
     monkeypatch.setattr(choosing, "MEASURING_SHARE", 1e9)
     job = job_of(decoder, tmp_path, optimization=optimization, server="http://127.0.0.1:9", tolerance=0.9)
     if optimization == "vllm":
@@ -196,7 +195,6 @@ def test_auto_takes_a_faster_server_within_the_tolerance(
     decoder: Path, peer: OpenAIPeer, url: str, tmp_path: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choosing, "SMALL_SECONDS", 0.0)
-    monkeypatch.setattr(rung_in_use, "SMALL_SECONDS", 0.0)
     monkeypatch.setattr(choosing, "MEASURING_SHARE", 1e9)
     predict(job_of(decoder, tmp_path, optimization="measured", server=url, tolerance=0.9), paths, NoProgress())
     (row,) = [each for each in table(paths).rungs if each.name == "vllm"]

@@ -674,24 +674,40 @@ def optimization(made: JobPlan) -> tuple[str, float | None]:
     return made.trainer.predict.optimization, made.trainer.predict.tolerance
 
 
-def test_auto_is_measuring_on_a_cpu_and_the_model_as_it_is_elsewhere() -> None:
-    made = computed({"tolerance": 0.99})
-    assert optimization(made) == ("measured", 0.99)
-    assert any("fastest on a sample of the rows" in reason for reason in made.reasons)
-    on_gpu = computed({}, gpus=1)
-    assert optimization(on_gpu) == ("none", None)
-    assert not any("spec.predict" in reason for reason in on_gpu.reasons)
-
-
 @pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"gpus": 1}, "the job predicts on a GPU"),
-        ({"task": "text-generation"}, "only text-classification, token-classification, question-answering"),
-    ],
+    ("gpus", "sentence"),
+    [(0, "fastest on a sample of the rows, in"), (1, "fastest on a sample of the rows on the GPU, in")],
 )
-def test_tolerance_without_effect_is_noted(options: dict[str, Any], why: str) -> None:
-    made = computed({"tolerance": 0.99, "metricTolerance": 0.01}, **options)
+def test_auto_measures_on_the_device_of_the_job(gpus: int, sentence: str) -> None:
+    made = computed({"tolerance": 0.99}, gpus=gpus)
+    assert optimization(made) == ("measured", 0.99)
+    assert any(sentence in reason for reason in made.reasons)
+    assert not any("has no effect" in reason for reason in made.reasons)
+    assert optimization(computed({"optimization": "none"}, gpus=gpus)) == ("none", None)
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_each_process_with_a_gpu_takes_the_choice_of_one(gpus: int) -> None:
+    made = computed({}, gpus=gpus)
+    assert optimization(made) == ("measured", None)
+    assert made.trainer.inference(Stage.PREDICT).processes == gpus
+
+
+def classified_by_70b(predict: dict[str, Any]) -> JobPlan:
+    spec = {**PREDICTS, **CLASSIFIES, "predict": predict, "resources": {"gpusPerNode": 8}}
+    return plan(job(spec), Facts(hardware=NODE, model=LLAMA_70B), CLUSTER_SETTINGS)
+
+
+WITHOUT_EFFECT = {
+    "another task": (lambda predict: computed(predict, task="text-generation"), "only text-classification, token-"),
+    "model on 2 GPUs": (classified_by_70b, "the layers of the model are on 2 GPUs"),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_EFFECT)
+def test_tolerance_without_effect_is_noted(case: str) -> None:
+    planned_with, why = WITHOUT_EFFECT[case]
+    made = planned_with({"tolerance": 0.99, "metricTolerance": 0.01})
     assert optimization(made) == ("none", None)
     for name in ("tolerance", "metricTolerance"):
         (note,) = [reason for reason in made.reasons if reason.startswith(f"spec.predict.{name} has no effect")]

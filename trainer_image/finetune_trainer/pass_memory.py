@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from finetune_contract.layout import FailureClass
+from finetune_trainer.failures import StageError
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -79,6 +82,16 @@ def probe(widths: NDArray[np.int64], tokens: int) -> NDArray[np.int64]:
     fitting = np.flatnonzero(widths <= max(tokens, int(widths.min())))
     at = fitting[np.argmax(widths[fitting])]
     return np.full(max(1, tokens // max(1, int(widths[at]))), at)
+
+
+def row_too_long(tokens: int, error: Exception) -> StageError:
+    """Return the error for a row of `tokens` tokens that does not fit the memory alone."""
+    return StageError(
+        FailureClass.OUT_OF_MEMORY,
+        "RowTooLong",
+        f"A single row of {tokens} tokens does not fit the GPU's memory beside the model: {error}",
+        "Lower preparation.maxLength, use a GPU with more memory, or leave the stage out. A trained model is kept.",
+    )
 
 
 def fitted_tokens(

@@ -111,13 +111,16 @@ def choose_optimization(draft: Draft) -> Draft:
         )
     if asked.server is not None and draft.spec.task in VLLM_TASKS:
         return draft
-    why = "the job predicts on a GPU" if not on_cpu else None
+    devices, why = draft.inference.devices, None
+    if devices > 1:
+        why = f"the layers of the model are on {devices} GPUs"
     if draft.spec.task not in RUNG_TASKS:
         why = f"only {', '.join(RUNG_TASKS)} can be computed otherwise"
     if why is None:
+        where = "" if on_cpu else " on the GPU"
         return draft.with_inference(predict_optimization="measured").because(
-            "predictions are computed in the way that is fastest on a sample of the rows, in a small job by the model "
-            "as it is (spec.predict.optimization is auto)"
+            f"predictions are computed in the way that is fastest on a sample of the rows{where}, in a small job by "
+            "the model as it is (spec.predict.optimization is auto)"
         )
     limits = {"tolerance": asked.tolerance, "metricTolerance": asked.metric_tolerance, "server": asked.server}
     for name in [name for name, value in limits.items() if value is not None]:

@@ -6,6 +6,7 @@ A row that the task rejects or that cannot be encoded is set aside with the reas
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,7 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.inference.optimization.choosing import Sample
 from finetune_trainer.inference.optimization.rung_protocol import Substitute
 from finetune_trainer.inference.pod_processes import BatchShare
-from finetune_trainer.inference.runner import REFUSED, Means, answers_of, fitted_budgets, follow
+from finetune_trainer.inference.runner import REFUSED, Means, answers_of, fitted_budgets, follow, probed_ways
 from finetune_trainer.inference.tensor_group import WHOLE_MODEL, WholeModel
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import NoProgress, ProgressSink
@@ -39,6 +40,8 @@ from finetune_trainer.tasks.writing import WRITTEN, generated_tokens
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 _ROLE = "predict"
 ROW = "row"
@@ -162,7 +165,7 @@ class Answerer:
         task = self.encoder.task
 
         def answers(forward: Substitute | None) -> list[dict[str, Any]]:
-            found = self.answered(split, NoProgress(), forward, self.job.seed)
+            found = self.answered(split, NoProgress(), forward, self.job.seed, halves=forward is None)
             rows: list[dict[str, Any]] = task.predictions(found, split, slice(0, split.rows)).to_pylist()
             return rows
 
@@ -209,8 +212,15 @@ class Answerer:
         return data.of(_ROLE)
 
     def answered(
-        self, split: PreparedSplit, progress: ProgressSink, forward: Substitute | None, seed: int
+        self,
+        split: PreparedSplit,
+        progress: ProgressSink,
+        forward: Substitute | None,
+        seed: int,
+        *,
+        halves: bool = True,
     ) -> list[Answer]:
+        """Return the answers of `answers_of` by `forward`."""
         return answers_of(
             Stage.PREDICT,
             self.job,
@@ -225,28 +235,45 @@ class Answerer:
             settled=self.settled,
             share=BatchShare(group=self.group),
             budgets=() if self.batch_tokens is None else (self.batch_tokens,),
+            halves=halves,
         )
 
-    def fitting_tokens(self, shards: Iterable[RowShard]) -> int:
+    def fitting_tokens(self, shards: Iterable[RowShard], forward: Substitute | None = None) -> int | None:
         """Return the padded tokens of a batch that fit the memory of all processes of the group, measured with rows of
-        the first shard that has any.
+        the first shard that has any; None if all planned batches fit, or if nothing has to be measured: on CPUs, and
+        for texts of a whole model, whose longest batch takes as long as many others.
         """
+        alone = self.group.size == 1
+        if alone and (self.means.device == "cpu" or self.encoder.task.writer is not None):
+            return None
         inputs = self.encoder.task.inputs(self.requested.columns)
         for shard in shards:
             kept, found = self._encoded_rows(shard.read(), {})
             if kept and found is not None:
                 table, features, _ = found
+                split, tokenizer = self.split(table, features, inputs), self.encoder.coding.tokenizer
+                if alone:
+                    return self._halved_tokens(split, forward)
                 (budget,) = fitted_budgets(
                     Stage.PREDICT,
                     self.job,
                     self.model,
-                    self.split(table, features, inputs),
+                    split,
                     batch_tokens=self.means.batch_tokens,
-                    tokenizer=self.encoder.coding.tokenizer,
+                    tokenizer=tokenizer,
                     share=BatchShare(group=self.group),
                 )
                 return budget
-        return self.means.batch_tokens
+        return None
+
+    def _halved_tokens(self, split: PreparedSplit, forward: Substitute | None) -> int | None:
+        planned = self.means.batch_tokens
+        (way,) = probed_ways(Stage.PREDICT, self.job, self.model, split, forward=forward)
+        fitting = self.group.fitted(way, planned)
+        if fitting == planned:
+            return None
+        log.warning("Batches have at most %s padded tokens, and not %s, which the GPU does not hold.", fitting, planned)
+        return fitting
 
     def follow(self) -> None:
         """Compute this process's part of the shards that the first process of the group answers."""

@@ -396,7 +396,7 @@ def _answerer(given: PredictionInputs, parts: Parts, sharing: Sharing, paths: Jo
         torch.set_num_threads(threads)
         name = rungs.choose()
         optimization: dict[str, JsonValue] = {} if name == "none" else {RUNG: name}
-        fitting = answerer.fitting_tokens(source.shards()) if given.group.size > 1 else None
+        fitting = answerer.fitting_tokens(source.shards(), rungs.built)
         return PartsManifest(
             version=PARTS_FORMAT, means=means, threads=threads, batch_tokens=fitting, optimization=optimization
         )

@@ -58,7 +58,9 @@ class PartsManifest(Message):
     threads: int = Field(ge=1)
     """CPU threads of a worker."""
     batch_tokens: int | None = Field(default=None, ge=1)
-    """Padded tokens of a batch that fit the memory of all processes of a model; None: those of `means`."""
+    """Padded tokens of a batch that fit the memory of all processes of a model, where those of `means` do not; None:
+    those of `means`.
+    """
     optimization: dict[str, JsonValue] = Field(default_factory=dict)
     """Rung that was chosen by measuring; empty: the plain loop."""
 

@@ -31,6 +31,7 @@ from finetune_trainer.inference.pod_processes import (
 from finetune_trainer.inference.tensor_group import WHOLE_MODEL, Answering, ProbedWay, WholeModel, held_share
 from finetune_trainer.measured_facts import model_without_weights
 from finetune_trainer.models import load_tokenizer, pinned, resolve_model
+from finetune_trainer.pass_memory import row_too_long
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.tasks.task_protocol import Answer, Feature, TaskModule, Writer, labels_of
 from finetune_trainer.tasks.task_registry import task_of
@@ -202,17 +203,19 @@ def answers_of(
     settled: bool = False,
     share: BatchShare = ALL_BATCHES,
     budgets: Sequence[int] = (),
+    halves: bool = True,
 ) -> list[Answer]:
     """Return one answer for each feature of the split, in order, empty for those outside of `share`; the answer of each
     row's last feature has the text that the model writes. StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing` without the
     GPU that `device` requires. The other processes of the group of `share` have to call `follow`.
 
     `batch_tokens` bounds the padded tokens of a batch, as do the `budgets` of `fitted_budgets` for a model that several
-    processes hold; batches that exceed the GPU's memory are halved until they fit, except those of such a model. A
-    single row that does not fit is StageError OUT_OF_MEMORY. The model keeps its
-    dtype; `progress` counts features, twice if they are both judged and written to, and gets the tokens of the texts
-    so far as `generated_tokens`. `seed` starts the sampling; None: the job's. `tokenizer`: the job's, if the caller has
-    loaded it. `forward`: forward pass that replaces the model's, except for writing.
+    processes hold; batches that exceed the GPU's memory are halved until they fit, except those of such a model and
+    without `halves`, where torch.OutOfMemoryError is raised. A single row that does not fit is StageError
+    OUT_OF_MEMORY. The model keeps its dtype; `progress` counts features, twice if they are both judged and written to,
+    and gets the tokens of the texts so far as `generated_tokens`. `seed` starts the sampling; None: the job's.
+    `tokenizer`: the job's, if the caller has loaded it. `forward`: forward pass that replaces the model's, except for
+    writing.
     `settled`: True if the model is on `device` and in evaluation mode; walking through its modules takes longer than a
     small model takes for a row.
     """
@@ -227,6 +230,7 @@ def answers_of(
     rounds = [(answering, share.of(batches)) for answering, batches in rounds]
     own, done, written = sum(len(wanted) for _, batches in rounds for wanted in batches), 0, 0
     group, seed_here = share.group, partial(_seed, device=device)
+    halves = halves and group.size == 1  # other processes of a group wait in the middle of a pass
 
     def report(ended: int, tokens: int) -> None:  # rows of the present call that ended, and their tokens
         figures = {TOKENS: float(written + tokens)} if written + tokens else {}
@@ -247,7 +251,7 @@ def answers_of(
             before = (lambda wanted: seeded(int(wanted[0]))) if stage == Stage.EVALUATE else None
             for number, (answering, batches) in enumerate(rounds):
                 led = group.led(answering, number)
-                for wanted, answers in _answered_batches(led, batches, split, before, whole=group.size == 1):
+                for wanted, answers in _answered_batches(led, batches, split, before, halves=halves):
                     for at, answer in zip(wanted, answers, strict=True):
                         result[at] = {**result[at], **answer}
                     done, written = done + len(wanted), written + generated_tokens(answers)
@@ -293,24 +297,37 @@ def fitted_budgets(
     """Return the padded tokens of a batch for each round of `answers_of`: `batch_tokens`, or fewer if the memory of a
     process of the model's group holds no more. The model is on its device; the other processes have to call `follow`.
     """
-    group = share.group
-    rounds = _answerings(stage, job, model, split.data.pad_token_id, tokenizer, None)
+    group, ways = share.group, probed_ways(stage, job, model, split, tokenizer)
     if group.size == 1:
-        return [batch_tokens] * len(rounds)
+        return [batch_tokens] * len(ways)
     budgets: list[int] = []
-    for number, (answering, writer) in enumerate(rounds):
-        chosen, widths = _widths(job, split, writer)
-        features = partial(_features_of, split, chosen)
-        way = ProbedWay(_longest(job, answering), len(rounds) + number, widths, features)
+    for way in ways:
         budgets.append(group.fitted(way, batch_tokens))
         if budgets[-1] < batch_tokens:
             log.warning(
                 "Batches have at most %s padded tokens, and not %s: more do not fit the memory of the %d processes "
                 "that hold the model. %s rows are wider, and each is a batch.",
-                f"{budgets[-1]:,}", f"{batch_tokens:,}", group.size, f"{int((widths > budgets[-1]).sum()):,}",
+                f"{budgets[-1]:,}", f"{batch_tokens:,}", group.size, f"{int((way.widths > budgets[-1]).sum()):,}",
             )  # fmt: skip
     # The groups of an evaluation divide the same batches.
     return group.lowest(budgets) if share.count > 1 else budgets
+
+
+def probed_ways(
+    stage: Stage,
+    job: TrainerJob,
+    model: PreTrainedModel,
+    split: PreparedSplit,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    forward: Substitute | None = None,
+) -> list[ProbedWay]:
+    """Return the ways in which `answers_of` answers, with texts of the longest length."""
+    rounds, ways = _answerings(stage, job, model, split.data.pad_token_id, tokenizer, forward), []
+    for number, (answering, writer) in enumerate(rounds):
+        chosen, widths = _widths(job, split, writer)
+        features = partial(_features_of, split, chosen)
+        ways.append(ProbedWay(_longest(job, answering), len(rounds) + number, widths, features))
+    return ways
 
 
 def _features_of(split: PreparedSplit, chosen: NDArray[np.int64], wanted: NDArray[np.int64]) -> Sequence[Feature]:
@@ -435,11 +452,11 @@ def _answered_batches(
     split: PreparedSplit,
     begin: Callable[[NDArray[np.int64]], None] | None = None,
     *,
-    whole: bool = True,
+    halves: bool = True,
 ) -> Iterator[tuple[NDArray[np.int64], list[Answer]]]:
     """Yield each batch with its answers, and call `begin` before each. Batches have about as many padded tokens each,
-    so if one does not fit, those after it are halved too, unless other processes wait in the middle of its pass because
-    this one does not hold the `whole` model.
+    so if one does not fit, those after it are halved too, with `halves`: processes that hold one model wait in the
+    middle of its pass for each other.
     """
     import numpy as np
     import torch
@@ -453,8 +470,8 @@ def _answered_batches(
             answers = answering(split.data.features(split.role, wanted))
         except torch.OutOfMemoryError as error:
             if len(wanted) == 1:
-                raise _too_long(int(split.data.lengths(split.role)[wanted[0]]), error) from error
-            if not whole:
+                raise row_too_long(int(split.data.lengths(split.role)[wanted[0]]), error) from error
+            if not halves:
                 raise
         if answers is not None:
             yield wanted, answers
@@ -462,17 +479,8 @@ def _answered_batches(
         # Only now, after the error, which holds the tensors of the pass, is released.
         torch.cuda.empty_cache()
         log.warning("%d rows at once do not fit the GPU's memory: halving the batch size from here on.", len(wanted))
-        halves = (half for batch in (wanted, *waiting) for half in np.array_split(batch, 2))
-        waiting = deque(half for half in halves if len(half))
-
-
-def _too_long(tokens: int, error: Exception) -> StageError:
-    return StageError(
-        FailureClass.OUT_OF_MEMORY,
-        "RowTooLong",
-        f"A single row of {tokens} tokens does not fit the GPU's memory beside the model: {error}",
-        "Lower preparation.maxLength, use a GPU with more memory, or leave the stage out. A trained model is kept.",
-    )
+        smaller = (half for batch in (wanted, *waiting) for half in np.array_split(batch, 2))
+        waiting = deque(half for half in smaller if len(half))
 
 
 def _reading(task: TaskModule, model: PreTrainedModel, forward: Substitute | None, pad_token_id: int) -> Answering:

@@ -22,7 +22,7 @@ from finetune_contract.inference_settings import InferenceProcesses
 from finetune_contract.layout import FailureClass
 from finetune_trainer.distributed import BACKENDS, PATIENCE, ProcessWorld, lowest
 from finetune_trainer.failures import StageError
-from finetune_trainer.pass_memory import PassMemory, device_memory, fitted_tokens
+from finetune_trainer.pass_memory import PassMemory, device_memory, fitted_tokens, probe
 from finetune_trainer.tasks.task_protocol import Answer, Feature
 
 if TYPE_CHECKING:
@@ -88,8 +88,23 @@ class WholeModel:
         return answering
 
     def fitted(self, way: ProbedWay, budget: int) -> int:
-        """Return the padded tokens of a batch, at most `budget`, that fit the memory of all processes of the model."""
-        return budget
+        """Return the padded tokens of a batch, at most `budget`, that fit the memory of all processes of the model.
+
+        A process with the whole model halves `budget` until a pass over a batch of the widest rows fits, or one row.
+        """
+        import torch
+
+        while True:
+            wanted, fits = probe(way.widths, budget), True
+            try:
+                with torch.inference_mode():
+                    way.answering(way.features(wanted))
+            except torch.OutOfMemoryError:
+                fits = len(wanted) == 1  # the stage will report the row
+            if fits:
+                return budget
+            torch.cuda.empty_cache()  # only now, after the error, which holds the tensors of the pass
+            budget //= 2
 
     def lowest(self, budgets: Sequence[int]) -> list[int]:
         """Return the lowest of the budgets that the first processes of all groups call this with, each by its place."""

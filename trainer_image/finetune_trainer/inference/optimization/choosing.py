@@ -3,23 +3,29 @@
 Every rung answers the same rows as the plain model, and two figures count: its time for the remaining rows, and the
 share of its labels that equal those of the plain model. Measuring takes time itself, mostly for building the rungs. So
 a small job takes the plain model at once, and measuring ends after `MEASURING_SHARE` of the plain model's time for all
-rows.
+rows. A rung that fails, as for lack of memory, is refused with the reason: the plain model has answered the same rows.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import psutil
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from finetune_contract.layout import FailureClass
-from finetune_contract.metrics import LOWER_IS_BETTER
 from finetune_trainer.failures import StageError
+from finetune_trainer.inference.optimization.answer_agreement import (
+    Rows,
+    agreement,
+    largest_difference,
+    worst_metric,
+)
+from finetune_trainer.inference.optimization.device_meter import DeviceMeter, HostMeter, timed
 from finetune_trainer.inference.optimization.rung_protocol import (
     Batch,
     ForwardPass,
@@ -37,6 +43,9 @@ from finetune_trainer.inference.optimization.text_server import ServerUnavailabl
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SAMPLE_ROWS = 1000
 TEXT_SAMPLE_ROWS = 64
@@ -51,6 +60,9 @@ measured, unless a server could generate them.
 """
 SMALL_SECONDS = 60.0
 """A job that the plain model finishes within this time is not measured: export alone takes some 10 s."""
+GPU_SMALL_SECONDS = 300.0
+"""The same on a GPU, except for texts: torch.compile takes up to a minute there (assumed; nothing was measured)."""
+NO_ROOM = "its weights and a batch do not fit the GPU's memory beside the model"
 MEASURING_SHARE = 0.15
 """Share of the plain model's time for all rows that measuring takes at most, roughly."""
 ROUNDS = 2
@@ -58,13 +70,6 @@ ROUNDS = 2
 decide. The first round times the plain model last: its earlier run, on a cold machine, only sets the budget for
 measuring.
 """
-CLOSE = 1e-3
-"""Difference, relative or absolute, up to which two numeric answers count as equal: between the rounding errors of fp32
-and of bf16 (up to 2^-9).
-"""
-
-Rows = Sequence[Mapping[str, Any]]
-"""Predictions, one for each row."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,9 @@ class Sample:
     rows: int
     batches: Sequence[Batch]
     answers: Callable[[Substitute | None], Rows]
-    """Answer all rows by a forward pass; None: by the model."""
+    """Answer all rows by a forward pass; None: by the model. torch.OutOfMemoryError if a planned batch does not fit the
+    GPU beside the model, whose own batches are halved.
+    """
     metrics: Callable[[Substitute | None], Mapping[str, float]] | None = None
     """Measure the task's metrics by a forward pass, on labelled rows; None: not requested."""
     tokens: Callable[[Rows], int] | None = None
@@ -142,55 +149,97 @@ def choose(
     folder: Path,
     machine: Machine | None = None,
     workers: int = 1,
+    meter: DeviceMeter | None = None,
 ) -> Chosen:
-    """Measure and choose. `remaining`: rows that each of the `workers` has to answer, the sample included.
+    """Measure and choose.
+
+    `remaining`: rows that each of the `workers` has to answer, the sample included. `meter`: meter of the device that
+    holds the model; None: of a CPU.
 
     StageError STRATEGY_NOT_IN_EFFECT `RungNotAvailable` if a rung requested by name cannot run here, and
     `RungNotRightEnough` if its labels differ by more than the tolerance allows.
     """
-    machine = machine or Machine.here()
+    machine, meter = machine or Machine.here(), meter or HostMeter()
     candidates = rungs_of(request.optimization, texts=request.texts)
-    if request.optimization != "measured" and not request.tolerates and len(candidates) == 1:
-        return _requested_rung(candidates[0], model, sample, folder, machine)
-    plain = _measured_plain(sample, warm=request.texts is None)
+    measures = request.optimization == "measured"
+    if not measures and not request.tolerates and len(candidates) == 1:
+        return _requested_rung(candidates[0], model, sample, folder, machine, meter)
+    plain = _measured_plain(sample, meter, warm=request.texts is None)
     whole = plain.seconds / max(1, sample.rows) * remaining
-    if request.optimization == "measured" and whole < SMALL_SECONDS:
-        return Chosen("none", None, _Ledger(sample, plain).table("none", small_job(whole)))
-    ledger = _Ledger(sample, plain)
+    ledger = _Ledger(sample, plain, request, meter)
+    if measures and whole < small_seconds(request, meter):
+        return Chosen("none", None, ledger.table("none", small_job(whole)))
     spent = 0.0
     for rung in candidates:
-        why = rung.unavailable(model, machine)
-        if why is not None:
-            ledger.refuse(rung, f"not available: {why}")
-            continue
-        if request.optimization == "measured" and rung.lossy and not request.tolerates:
-            ledger.refuse(rung, "not measured: its labels may differ, and predict.tolerance is not set")
-            continue
-        if request.optimization == "measured" and spent > MEASURING_SHARE * whole:
+        why = _untried(rung, model, machine, request)
+        if why is None and measures and spent > MEASURING_SHARE * whole:
             used = f"measuring has taken {spent:.0f} s of the {whole:.0f} s that the plain model needs"
-            ledger.refuse(rung, f"not measured: {used}")
+            why = f"not measured: {used}"
+        if why is not None:
+            ledger.refuse(rung, why)
             continue
         began = time.perf_counter()
         try:
-            ledger.add(_measured(rung, model, sample, folder, others=workers > 1))
+            ledger.add(_fitting(partial(_measured, rung, model, sample, folder, meter, others=workers > 1)))
         except NotAvailable as error:
             ledger.refuse(rung, f"not available: {error}")
-        except ServerUnavailableError as error:
-            if request.optimization != "measured":
+        except (RuntimeError, ServerUnavailableError) as error:
+            if not measures:
                 raise
-            ledger.refuse(rung, f"not available: {error}")
+            ledger.refuse(rung, f"not available: {_failure(rung, error)}")
+        meter.release()  # only now, after the error, which holds the tensors of a failed rung
         spent += time.perf_counter() - began
-    if request.optimization == "measured":
+    if measures:
         ledger.repeat(MEASURING_SHARE * whole - spent)
-    return ledger.chosen(request, remaining / max(1, sample.rows))
+    return ledger.chosen(remaining / max(1, sample.rows))
 
 
-def _requested_rung(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path, machine: Machine) -> Chosen:
+def _untried(rung: Rung, model: PreTrainedModel, machine: Machine, request: RungRequest) -> str | None:
+    """Return why a rung is not built at all; None if it is."""
+    why = rung.unavailable(model, machine)
+    if why is not None:
+        return f"not available: {why}"
+    if request.optimization == "measured" and rung.lossy and not request.tolerates:
+        return "not measured: its labels may differ, and predict.tolerance is not set"
+    return None
+
+
+def small_seconds(request: RungRequest, meter: DeviceMeter) -> float:
+    """Return the time of the plain model for a job below which nothing is measured."""
+    return GPU_SMALL_SECONDS if meter.gpu and request.texts is None else SMALL_SECONDS
+
+
+def _fitting(build: Callable[[], T]) -> T:
+    """Return the result of `build`; NotAvailable if it exceeds the memory of the GPU."""
+    import torch
+
+    try:
+        return build()
+    except torch.OutOfMemoryError as error:
+        raise NotAvailable(NO_ROOM) from error
+    except StageError as error:
+        if error.failure_class is not FailureClass.OUT_OF_MEMORY:
+            raise
+        raise NotAvailable(NO_ROOM) from error
+
+
+def _failure(rung: Rung, error: Exception) -> str:
+    """Log the failure of a rung, and return it in one line."""
+    if isinstance(error, StageError):
+        return str(error)
+    log.warning("The optimization %s failed on a sample of the rows.", rung.name, exc_info=error)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:160] if lines else 'without a message'}"
+
+
+def _requested_rung(
+    rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path, machine: Machine, meter: DeviceMeter
+) -> Chosen:
     """Build the only candidate: neither its speed nor its labels decide anything, so nothing is timed."""
     why = rung.unavailable(model, machine)
     if why is None:
         try:
-            ready = _prepared(rung, model, sample, folder)
+            ready = _fitting(lambda: _prepared(rung, model, sample, folder, meter))
         except NotAvailable as error:
             why = str(error)
     if why is not None:
@@ -224,19 +273,17 @@ def by_name(
     why = rung.unavailable(model, machine or Machine.here())
     if why is None:
         try:
-            return rung.prepare(model, sample.batches, folder)
+            return _fitting(lambda: rung.prepare(model, sample.batches, folder))
         except NotAvailable as error:
             why = str(error)
     raise not_available(name, why)
 
 
-def _measured_plain(sample: Sample, *, warm: bool) -> _Trial:
+def _measured_plain(sample: Sample, meter: DeviceMeter, *, warm: bool) -> _Trial:
     rung = rung_by_name("none")
     if warm:
         sample.answers(None)  # the first pass allocates and starts threads
-    began = time.perf_counter()
-    rows = sample.answers(None)
-    seconds = time.perf_counter() - began
+    rows, seconds = timed(meter, lambda: sample.answers(None))
     return _Trial(rung, None, seconds, 0.0, rows, None, _metrics(sample, None))
 
 
@@ -253,24 +300,27 @@ class _Prepared(NamedTuple):
     memory: int
 
 
-def _prepared(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path) -> _Prepared:
-    before, began = psutil.Process().memory_info().rss, time.perf_counter()
-    forward = rung.prepare(model, sample.batches, folder)
-    if callable(forward):
-        for batch in extremes(sample.batches):
-            _run(forward, batch)
-    seconds = time.perf_counter() - began
-    return _Prepared(forward, seconds, max(0, psutil.Process().memory_info().rss - before))
+def _prepared(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path, meter: DeviceMeter) -> _Prepared:
+    def build() -> Substitute:
+        forward = rung.prepare(model, sample.batches, folder)
+        if callable(forward):
+            for batch in extremes(sample.batches):
+                _run(forward, batch)
+        return forward
+
+    meter.begin()
+    forward, seconds = timed(meter, build)
+    return _Prepared(forward, seconds, meter.taken())
 
 
-def _measured(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path, *, others: bool) -> _Trial:
+def _measured(
+    rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path, meter: DeviceMeter, *, others: bool
+) -> _Trial:
     """Build the rung, as a further worker does if there are `others`, and time it."""
-    ready = _prepared(rung, model, sample, folder)
-    began = time.perf_counter()
-    rows = sample.answers(ready.forward)
-    seconds = time.perf_counter() - began
+    ready = _prepared(rung, model, sample, folder, meter)
+    rows, seconds = timed(meter, lambda: sample.answers(ready.forward))
     metrics = _metrics(sample, ready.forward)
-    again = _prepared(rung, model, sample, folder).seconds if others else 0.0
+    again = _prepared(rung, model, sample, folder, meter).seconds if others else 0.0
     return _Trial(rung, ready.forward, seconds, ready.seconds, rows, ready.memory, metrics, again)
 
 
@@ -287,15 +337,31 @@ class _Ledger:
 
     sample: Sample
     plain: _Trial
+    request: RungRequest
+    meter: DeviceMeter
     trials: list[_Trial] = field(default_factory=list)
+    right: list[_Trial] = field(default_factory=list)
+    """Trials that are right enough to be chosen."""
     refused: dict[str, str] = field(default_factory=dict)
     order: list[Rung] = field(default_factory=list)
     agreements: dict[str, float] = field(default_factory=dict)
 
     def add(self, trial: _Trial) -> None:
-        """Record a measured rung."""
+        """Record a measured rung. One that is not right enough gives its memory back."""
         self.trials.append(trial)
         self.order.append(trial.rung)
+        # Requested by name and without a tolerance: the user knows that its labels may differ.
+        why = self._wrong(trial) if self.request.tolerates or self._measures else None
+        if why is None:
+            self.right.append(trial)
+        else:
+            trial.forward = None
+            self.refused[trial.rung.name] = why
+
+    @property
+    def _measures(self) -> bool:
+        """True if the plain model may be chosen, too."""
+        return self.request.optimization == "measured"
 
     def refuse(self, rung: Rung, why: str) -> None:
         """Record a rung that was not measured, with the reason."""
@@ -303,12 +369,17 @@ class _Ledger:
         self.order.append(rung)
 
     def repeat(self, seconds: float) -> None:
-        """End the first round with the plain model, then time all rungs in further rounds that fit into `seconds`."""
-        if not self.trials or seconds < self.plain.seconds:
+        """End the first round with the plain model, then time all rungs that are right in further rounds that fit into
+        `seconds`.
+        """
+        if not self.right or seconds < self.plain.seconds:
             return
         seconds -= self.plain.seconds
-        self.plain.seconds = self._timed(self.plain)
-        trials = [*self.trials, self.plain]
+        again = self._timed(self.plain)
+        if math.isinf(again):
+            return
+        self.plain.seconds = again
+        trials = [*self.right, self.plain]
         for _ in range(ROUNDS):
             seconds -= sum(trial.seconds for trial in trials)
             if seconds < 0:
@@ -318,24 +389,17 @@ class _Ledger:
                 trial.seconds = min(trial.seconds, self._timed(trial))
 
     def _timed(self, trial: _Trial) -> float:
-        began = time.perf_counter()
-        self.sample.answers(trial.forward)
-        return time.perf_counter() - began
+        """Return the time of a further round; infinite if the copies of all rungs leave no room for a batch."""
+        try:
+            return _fitting(lambda: timed(self.meter, lambda: self.sample.answers(trial.forward))[1])
+        except NotAvailable:
+            return math.inf
 
-    def chosen(self, request: RungRequest, share: float) -> Chosen:
+    def chosen(self, share: float) -> Chosen:
         """Return the rung that is right enough and ends first. `share`: rows of each worker, in samples."""
-        named = request.optimization != "measured"
+        named, request, right = not self._measures, self.request, self.right
         if named and not self.trials:
             raise not_available(request.optimization, " | ".join(_reasons(self.refused)))
-
-        right = []
-        for trial in self.trials:
-            # Requested by name and without a tolerance: the user knows that its labels may differ.
-            why = self._wrong(trial, request) if request.tolerates or not named else None
-            if why is None:
-                right.append(trial)
-            else:
-                self.refused[trial.rung.name] = why
         if named and not right:
             raise StageError(
                 FailureClass.STRATEGY_NOT_IN_EFFECT,
@@ -358,9 +422,9 @@ class _Ledger:
                 self.refused[trial.rung.name] = f"slower than {name}{setup}"
         return Chosen(name, best.forward, self.table(name, reason))
 
-    def _wrong(self, trial: _Trial, request: RungRequest) -> str | None:
+    def _wrong(self, trial: _Trial) -> str | None:
         """Return why a rung is not right enough; None if it is."""
-        share = self._agreement(trial)
+        request, share = self.request, self._agreement(trial)
         if share < request.share:
             return f"{share:.2%} of its labels are equal, less than {request.share:.2%}"
         worst = worst_metric(self.plain.metrics, trial.metrics)
@@ -422,76 +486,3 @@ def not_available(name: str, why: str) -> StageError:
 def small_job(seconds: float) -> str:
     """Return the reason why nothing is measured."""
     return f"the plain model ends within {math.ceil(seconds)} s, too short to gain from measuring"
-
-
-# --------------------------------------------------------------------------------------------------------- comparing
-
-
-class WorstMetric(NamedTuple):
-    """Metric with the largest loss."""
-
-    name: str
-    by: float
-    """Loss of the metric; below 0: all metrics improved."""
-
-
-def worst_metric(reference: Mapping[str, float], measured: Mapping[str, float]) -> WorstMetric | None:
-    """Return the metric that is worst against the reference; None if none was measured. A metric that became NaN or
-    infinite is infinitely worse.
-    """
-    found = [WorstMetric(name, _worse(name, reference[name], measured[name])) for name in reference]
-    return max(found, key=lambda each: each.by, default=None)
-
-
-def _worse(name: str, reference: float, measured: float) -> float:
-    if not math.isfinite(measured):
-        return math.inf if math.isfinite(reference) else 0.0
-    return (measured - reference) * (1 if name in LOWER_IS_BETTER else -1)
-
-
-def agreement(reference: Rows, answers: Rows) -> float:
-    """Return the share of rows with equal answers: labels, words and spans; numbers (within `CLOSE`) only if a row has
-    nothing else, as in regression. A number that is not finite equals no finite one.
-    """
-    if not reference:
-        return 1.0
-    return sum(_agree(one, other) for one, other in zip(reference, answers, strict=True)) / len(reference)
-
-
-def _agree(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    pairs = _paired(one, other)
-    if pairs is None or any(math.isfinite(a) != math.isfinite(b) for a, b in pairs):
-        return False
-    return bool(_without_reals(one)) or all(math.isclose(a, b, rel_tol=CLOSE, abs_tol=CLOSE) for a, b in pairs)
-
-
-def _paired(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[float, float]] | None:
-    """Return the real numbers at the same places; None if the rest of the answers differs."""
-    if _without_reals(one) != _without_reals(other):
-        return None
-    ours, theirs = _reals(one), _reals(other)
-    return list(zip(ours, theirs, strict=True)) if len(ours) == len(theirs) else None
-
-
-def largest_difference(reference: Rows, answers: Rows) -> float:
-    """Return the largest difference of two real numbers at the same place, among rows that agree apart from them."""
-    found = (pair for rows in zip(reference, answers, strict=True) for pair in _paired(*rows) or ())
-    return max((abs(one - other) for one, other in found if math.isfinite(one) and math.isfinite(other)), default=0.0)
-
-
-def _without_reals(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _without_reals(inner) for name, inner in value.items() if not isinstance(inner, float)}
-    if isinstance(value, list | tuple):
-        return [_without_reals(inner) for inner in value if not isinstance(inner, float)]
-    return value
-
-
-def _reals(value: Any) -> list[float]:
-    if isinstance(value, float):
-        return [value]
-    if isinstance(value, Mapping):
-        return [found for inner in value.values() for found in _reals(inner)]
-    if isinstance(value, list | tuple):
-        return [found for inner in value for found in _reals(inner)]
-    return []

@@ -18,6 +18,7 @@ from finetune_contract.choices import Precision
 from finetune_trainer.adapters import block_linears
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.optimization.rung_protocol import Batch, ForwardPass, Machine, NotAvailable
+from finetune_trainer.inference.optimization.torch_rungs import copied_in
 from finetune_trainer.inference.pod_processes import is_placed
 from finetune_trainer.unused_libraries import allow_import
 
@@ -99,7 +100,7 @@ class EightBitFloatRung:
         allow_import("torchao")
         from finetune_trainer.float8 import convert
 
-        whole = cast("nn.Module", copy.deepcopy(model)).to(torch.bfloat16)
+        whole = copied_in(cast("nn.Module", model), torch.bfloat16)
         convert(whole)
         return cast(ForwardPass, whole)
 

@@ -1,7 +1,7 @@
 """Rung of a predict stage: chosen once for all workers and attempts, and remembered.
 
 Converted models and measurements are in `optimized/` in the job's folder, by a digest of the weights: a later stage
-with the same weights on the same kind of machine does not measure again.
+with the same weights on the same kind of machine, with the same GPU if it computes on one, does not measure again.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -29,7 +28,6 @@ from finetune_trainer.inference.answering import Answerer
 from finetune_trainer.inference.labelled_rows import labelled_split
 from finetune_trainer.inference.optimization.choosing import (
     SAMPLE_ROWS,
-    SMALL_SECONDS,
     TEXT_SAMPLE_BATCHES,
     TEXT_SAMPLE_ROWS,
     TEXT_SAMPLE_SHARE,
@@ -40,12 +38,15 @@ from finetune_trainer.inference.optimization.choosing import (
     choose,
     not_available,
     small_job,
+    small_seconds,
 )
+from finetune_trainer.inference.optimization.device_meter import DeviceMeter, meter_of, timed
 from finetune_trainer.inference.optimization.rung_protocol import Machine, Substitute, TextSettings
 from finetune_trainer.inference.optimization.rung_table import RungRow, RungTable
 from finetune_trainer.inference.optimization.text_metrics import reference_texts, text_metrics
 from finetune_trainer.inference.runner import answers_of
 from finetune_trainer.progress import NoProgress
+from finetune_trainer.tasks.task_protocol import Answer
 from finetune_trainer.tasks.writing import written
 
 log = logging.getLogger(__name__)
@@ -128,6 +129,11 @@ class RungInUse:
             log.info("predict.optimization %s: %s, %s.", requested, name, self._chosen.table.reason)
         return self._chosen.forward
 
+    @property
+    def built(self) -> Substitute | None:
+        """Forward pass that `choose` has built; None for the model itself, and before."""
+        return None if self._chosen is None else self._chosen.forward
+
     def _without_measuring(self) -> Chosen | None:
         requested = self.request.optimization
         if requested == "none":
@@ -139,8 +145,10 @@ class RungInUse:
             why = f"{what} can compute {', '.join(VLLM_TASKS if requested in TEXT_RUNGS else RUNG_TASKS)}"
         elif self.request.texts is not None:
             why = None  # on any device
-        elif self.answerer.means.device != "cpu" and requested not in GPU_RUNGS:
-            why = "rungs are measured on CPUs only" if requested == "measured" else "it computes on CPUs only"
+        elif self.answerer.means.device != "cpu" and requested not in (*GPU_RUNGS, "measured"):
+            why = "it computes on CPUs only"
+        elif self.answerer.means.devices > 1:
+            why = f"the model's layers are on {self.answerer.means.devices} GPUs, and rungs are for a model on one"
         if why is None:
             return None
         if requested != "measured":
@@ -156,10 +164,9 @@ class RungInUse:
             sample.answers(None)  # the first pass allocates and starts threads
         elif texts.server is None and self._remaining(_FEW_ROWS) * TEXT_SAMPLE_SHARE < TEXT_SAMPLE_ROWS:
             return _plain(f"fewer than {TEXT_SAMPLE_ROWS / TEXT_SAMPLE_SHARE:,.0f} texts are too few to measure")
-        began = time.perf_counter()
-        sample.answers(None)
-        seconds = (time.perf_counter() - began) / max(1, sample.rows) * self._remaining(_FEW_ROWS)
-        return _plain(small_job(seconds)) if seconds < SMALL_SECONDS else None
+        _, once = timed(self._meter, lambda: sample.answers(None))
+        seconds = once / max(1, sample.rows) * self._remaining(_FEW_ROWS)
+        return _plain(small_job(seconds)) if seconds < small_seconds(self.request, self._meter) else None
 
     def _remembered(self) -> Chosen | None:
         try:
@@ -176,7 +183,9 @@ class RungInUse:
         sample, remaining = self._sampled(self._sample_rows)[0], self._remaining(self._sample_rows)
         if self.request.metric_tolerance is not None:
             sample = replace(sample, metrics=self._judge())
-        chosen = choose(self.request, self.answerer.model, sample, remaining, self._folder, self.machine, self.workers)
+        model, meter = self.answerer.model, self._meter
+        chosen = choose(self.request, model, sample, remaining, self._folder, self._machine, self.workers, meter)
+        meter.release()  # the memory of the other rungs
         for row in chosen.table.rungs:
             log.info("%s", _result_line(row))
         if any(row.name != "none" and row.rows_per_second for row in chosen.table.rungs):
@@ -201,19 +210,23 @@ class RungInUse:
             batch_tokens=means.batch_tokens,
             progress=NoProgress(),
         )
+
+        def answers(forward: Substitute | None) -> list[Answer]:
+            return answered(forward=forward, halves=forward is None)
+
         if self.request.texts:
             references = reference_texts(split, self.answerer.encoder.coding.tokenizer)
-            return lambda forward: text_metrics(written(answered(forward=forward), split.features_by_row), references)
+            return lambda forward: text_metrics(written(answers(forward), split.features_by_row), references)
 
         def metrics(forward: Substitute | None) -> dict[str, float]:
-            measured = task.score(answered(forward=forward), split)
+            measured = task.score(answers(forward), split)
             return {name: value for name, value in measured.items() if name != LOSS}
 
         return metrics
 
     def _made(self, name: str) -> Substitute:
         sample = self._sampled(self._sample_rows)[0]
-        return by_name(name, self.answerer.model, sample, self._folder, self.machine, self.request.texts)
+        return by_name(name, self.answerer.model, sample, self._folder, self._machine, self.request.texts)
 
     def _sampled(self, rows: int) -> tuple[Sample, int]:
         if rows not in self._samples:
@@ -231,6 +244,14 @@ class RungInUse:
             rows = max(sample.rows, round(sample.rows * self.weight / max(1, weight)))
         return -(-rows // self.workers)
 
+    @cached_property
+    def _meter(self) -> DeviceMeter:
+        return meter_of(self.answerer.means.device)
+
+    @property
+    def _machine(self) -> Machine:
+        return replace(self.machine or Machine.here(), gpu=self._meter.gpu)
+
     @property
     def _folder(self) -> Path:
         job, means = self.answerer.job, self.answerer.means
@@ -247,7 +268,7 @@ class RungInUse:
         means = self.answerer.means
         return json.dumps(
             {
-                "machine": asdict(self.machine or Machine.here()),
+                "machine": asdict(self._machine),
                 "threads": torch.get_num_threads(),
                 "several_workers": self.workers > 1,
                 "torch": torch.__version__,

@@ -49,6 +49,8 @@ class Machine:
     bf16: bool = False
     amx: bool = False
     cores: int = 1
+    gpu: str = ""
+    """Name of the GPU that computes; empty if none does."""
 
     @property
     def multiplies_bf16(self) -> bool:

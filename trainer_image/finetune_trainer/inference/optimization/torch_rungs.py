@@ -20,9 +20,29 @@ from finetune_trainer.inference.optimization.rung_protocol import (
 )
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
     from transformers import PreTrainedModel
 
-_COMPILERS = ("c++", "g++", "clang++")
+_COMPILERS = {"cpu": ("CXX", ("c++", "g++", "clang++")), "cuda": ("CC", ("gcc", "clang"))}
+"""Device -> variable that names the compiler of its kernels or, with Triton, of their launchers; and those that are
+tried without it (triton/runtime/build.py).
+"""
+
+
+def copied_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a copy of a model for inference, with its floating-point tensors in `dtype`.
+
+    Each tensor is converted by itself: a whole copy in the model's own type before that may not fit beside the model.
+    """
+    from torch import nn
+
+    def converted(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach().clone()
+
+    copies: dict[int, object] = {id(buffer): converted(buffer) for buffer in model.buffers()}
+    copies |= {id(weight): nn.Parameter(converted(weight), requires_grad=False) for weight in model.parameters()}
+    return copy.deepcopy(model, copies)
 
 
 @dataclass(frozen=True)
@@ -49,34 +69,44 @@ class HalfRung:
     lossy: bool = True
 
     def unavailable(self, model: PreTrainedModel, machine: Machine) -> str | None:
-        """Return the reason on a CPU that would emulate bfloat16, and for a model in bfloat16 already."""
+        """Return the reason on a device that would emulate bfloat16, and for a model in bfloat16 already."""
         import torch
+
+        from finetune_trainer.device_units import has_bf16
 
         if model.dtype == torch.bfloat16:
             return "the plan computes in bf16 already"
+        if getattr(model, "hf_quantizer", None) is not None:
+            return "the model's weights are quantized already"
         if model.device.type == "cpu" and not machine.multiplies_bf16:
             return NO_BF16
+        if model.device.type == "cuda" and not has_bf16(torch.cuda.get_device_properties(model.device)):
+            return "the GPU has no bfloat16 units (compute capability 8.0 and above, or AMD's MI100 and later)"
         return None
 
     def prepare(self, model: PreTrainedModel, sample: Sequence[Batch], folder: Path) -> ForwardPass:
         """Return a copy of the model."""
         import torch
 
-        return cast(ForwardPass, copy.deepcopy(model).to(torch.bfloat16))  # type: ignore[arg-type]  # transformers' own
+        return cast(ForwardPass, copied_in(cast("nn.Module", model), torch.bfloat16))
 
 
 @dataclass(frozen=True)
 class CompiledRung:
-    """Kernels that torch.compile builds for this model, for any batch size."""
+    """Kernels that torch.compile builds for this model, for any batch size. On a GPU Triton builds them, which compiles
+    their launchers in C.
+    """
 
     name: str = "compile"
     lossy: bool = False
 
     def unavailable(self, model: PreTrainedModel, machine: Machine) -> str | None:
         """Return the reason if kernels cannot be built."""
-        compiler = os.environ.get("CXX")
-        if model.device.type == "cpu" and not any(map(shutil.which, (compiler,) if compiler else _COMPILERS)):
-            return f"there is no C++ compiler ({', '.join(_COMPILERS)}) to build kernels with"
+        variable, usual = _COMPILERS[model.device.type]
+        named = os.environ.get(variable)
+        if not any(map(shutil.which, (named,) if named else usual)):
+            language = "C++" if variable == "CXX" else "C"
+            return f"there is no {language} compiler ({', '.join(usual)}) to build kernels with"
         return None
 
     def prepare(self, model: PreTrainedModel, sample: Sequence[Batch], folder: Path) -> ForwardPass:

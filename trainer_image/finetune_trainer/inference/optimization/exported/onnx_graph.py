@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 GRAPH = Path("onnx") / "model.onnx"
 _PACKAGES = ("onnx", "onnxscript")
 _EXTRA = "it is in the image for CPUs and in finetune-trainer[fast-inference]"
+FOR_CPUS = "it is for CPUs, and the model is on a GPU"
 _TARGETS = frozenset({"labels", "start_positions", "end_positions"})
 _EXAMPLE_ROWS = 3
 """Rows of the example: torch.export treats a size of 0 or 1 as constant, and equal sizes as the same one."""
@@ -34,11 +35,11 @@ _ONE_FILE_BYTES = 1 << 30
 
 def why_not(model: PreTrainedModel, packages: Sequence[str]) -> str | None:
     """Return the reason why `model` cannot be exported or run as a graph here; None if none is known."""
+    if model.device.type != "cpu":
+        return FOR_CPUS
     for package in (*_PACKAGES, *packages):
         if importlib.util.find_spec(package) is None:
             return f"the package {package} is not installed: {_EXTRA}"
-    if model.device.type != "cpu":
-        return "runs on CPUs only, and the model is on a GPU"
     if model.can_generate():
         return "the model generates text, and a graph computes one forward pass"
     if getattr(model, "hf_quantizer", None) is not None:

@@ -44,7 +44,7 @@ class OpenVinoRung:
 
     def unavailable(self, model: PreTrainedModel, machine: Machine) -> str | None:
         """Return the reason; None if the model can be tried."""
-        if self.precision == "bf16" and not machine.multiplies_bf16:
+        if self.precision == "bf16" and model.device.type == "cpu" and not machine.multiplies_bf16:
             return NO_BF16
         return why_not(model, ("openvino", "nncf") if self.int8 else ("openvino",))
 
