@@ -127,6 +127,14 @@ CASES: dict[str, Case] = {
         {"hardware": parse_hardware("gpu=H100,gpus=8,hostMemory=1Ti"), "model": LLAMA_70B, "settings": with_gpus(4)},
     ),
     "KServe is not served": ({"endpoint": {"runtime": "kserve"}}, {}),
+    "a runtime of KServe is not served": (
+        {
+            **BY_VLLM,
+            "model": {"uri": "pvc://models/m"},
+            "endpoint": {"optimization": "vllm", "runtime": "kserve", "kserveRuntime": "kserve-huggingfaceserver"},
+        },
+        {"hardware": GPUS, "model": LLAMA},
+    ),
     "KServe takes the job's own variable": (
         {"endpoint": {"runtime": "kserve"}, "template": {"env": [{"name": "PYTHONPATH", "value": "/mine"}]}},
         {"kserve": True},

@@ -16,3 +16,11 @@ RESERVED_VARIABLES = ("MULTI_MODEL_SERVER", "PROTOCOL", "PYTHONPATH", "STORAGE_U
 """Variables that KServe refuses or reads (kserve 0.20, pkg/validation/env_policy.go and pkg/constants/constants.go)."""
 RESERVED_LABELS = ("app", "component")
 """Labels that KServe sets on pods itself (pkg/controller/v1beta1/inferenceservice/components/predictor.go there)."""
+MODEL_FORMAT = "huggingface"
+"""Format of models that its runtime for Hugging Face models reads (config/runtimes/kserve-huggingfaceserver.yaml)."""
+MODEL_FOLDER = "/mnt/models"
+"""Folder at which KServe mounts a model's claim."""
+RUNTIME_PREFIX = "/openai"
+"""Path in front of the paths of OpenAI's API in that runtime."""
+RUNTIME_HEALTH_PATH = "/v2/health/ready"
+"""Probe of that runtime. Its server listens once the model is loaded (huggingfaceserver/__main__.py)."""

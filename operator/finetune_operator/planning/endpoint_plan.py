@@ -42,7 +42,7 @@ def choose_servers(draft: Draft) -> Draft:
     endpoint = draft.spec.endpoint
     if endpoint is None or Stage.SERVE not in draft.stages:
         return draft
-    draft = _choose_optimization(draft, endpoint)
+    draft = _choose_optimization(_with_fetch_reason(draft), endpoint)
     draft = _checked_adapters(draft, endpoint)
     draft = _checked_idle(_checked_route(draft), endpoint)
     draft, vllm = choose_vllm(draft, endpoint)
@@ -77,6 +77,17 @@ def choose_servers(draft: Draft) -> Draft:
     count = f"{endpoint.replicas} server{'s' * (endpoint.replicas > 1)}"
     by = f"by KServe in an {KSERVE_KIND}" if runtime == "kserve" else "in a Deployment"
     return draft.with_inference(servers=servers).because(f"{count} {by}{scaled}: {why}")
+
+
+def _with_fetch_reason(draft: Draft) -> Draft:
+    """Report that each server fetches a model of the Hub, if no cache is shared; a trained one is in the workspace."""
+    spec = draft.spec
+    if spec.training is not None or spec.storage.cache is not None or not spec.model.uri.startswith("hf://"):
+        return draft
+    return draft.because(
+        "each server fetches the model from the Hub when it starts: a claim in spec.storage.cache that all nodes can "
+        "mount has it fetched once"
+    )
 
 
 def _choose_optimization(draft: Draft, endpoint: EndpointSpec) -> Draft:

@@ -27,11 +27,16 @@ def choose_runtime(draft: Draft, endpoint: EndpointSpec) -> tuple[Draft, Endpoin
         case "deployment":
             return draft, "deployment", "as asked"
         case "kserve":
+            known = len(draft.problems)
             if not draft.inputs.facts.kserve:
                 rule, hint = f"the cluster has to serve {KSERVE_KIND} ({KSERVE_API})", "install KServe, or set it to"
                 draft = draft.refusing(path, asked, rule, f"{hint} auto or deployment", "NotSupported")
             elif obstacle is not None:
                 draft = draft.refusing(path, asked, obstacle, "set it to deployment", "NotSupported")
+            if len(draft.problems) > known and endpoint.kserve_runtime is not None:
+                named = ("endpoint", "kserveRuntime")
+                rule = "needs KServe, by which this job cannot be served"
+                draft = draft.refusing(named, endpoint.kserve_runtime, rule, "leave it out", "NotSupported")
             return draft, "kserve", "as asked"
         case "auto":
             automatic = "(spec.endpoint.runtime is auto)"

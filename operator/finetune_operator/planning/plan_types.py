@@ -201,6 +201,8 @@ class VllmServer(Message):
     """Temperature of requests that name none."""
     top_p: float
     """Likewise, the probability of the tokens to sample from."""
+    kserve_runtime: str | None = Field(default=None, exclude_if=lambda name: name is None)
+    """Serving runtime of KServe whose vLLM serves; None: that of our settings' image."""
 
 
 class Servers(Message):

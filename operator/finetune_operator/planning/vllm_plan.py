@@ -13,6 +13,7 @@ from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import Stage
 from finetune_operator.api.rules.vllm_rules import serves_by_vllm
 from finetune_operator.api.types import EndpointSpec
+from finetune_operator.launchers.kserve_kind import RUNTIME_PREFIX
 from finetune_operator.launchers.vllm_facts import ADAPTER_RANKS, VLLM_KEY
 from finetune_operator.planning.assumed_facts import is_well_known
 from finetune_operator.planning.draft import Draft, decided
@@ -63,8 +64,14 @@ def choose_vllm(draft: Draft, endpoint: EndpointSpec) -> tuple[Draft, VllmServer
         concurrent_adapters=min(CONCURRENT_ADAPTERS, len(endpoint.adapters)),
         temperature=draft.spec.generation.temperature,
         top_p=draft.spec.generation.top_p,
+        kserve_runtime=endpoint.kserve_runtime,
     )
     draft = _checked_gpus(draft, endpoint, server.gpus)
+    if server.kserve_runtime is not None:
+        draft = draft.because(
+            f"each server is one of KServe's runtime {server.kserve_runtime}, with OpenAI's API below "
+            f"{RUNTIME_PREFIX}/v1 and no token (spec.endpoint.kserveRuntime)"
+        )
     draft = draft.because(
         f"each server is vLLM's own, in bf16 on {server.gpus} GPU{'s' * (server.gpus > 1)}: "
         f"{_room(draft, endpoint, server.gpus)} (spec.endpoint.optimization is vllm)"

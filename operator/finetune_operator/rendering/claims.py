@@ -75,9 +75,7 @@ class Storage:
 
 def storage(spec: FineTuneJobSpec, names: JobNames, stage: Stage) -> Storage:
     """Return the folders, volumes and mounts of the pods of `stage`."""
-    workspace = ClaimPath(names.claim, "")
-    if spec.storage.workspace is not None:
-        workspace = ClaimPath.parse(spec.storage.workspace, "spec.storage.workspace")
+    workspace = workspace_place(spec, names)
     serves = stage is Stage.SERVE
     claimed = needs_workspace(spec)
     volumes = {workspace.claim: "workspace"} if claimed else {}
@@ -99,6 +97,13 @@ def storage(spec: FineTuneJobSpec, names: JobNames, stage: Stage) -> Storage:
         ),
         mounts=tuple(mounts),
     )
+
+
+def workspace_place(spec: FineTuneJobSpec, names: JobNames) -> ClaimPath:
+    """Return the place of the workspace. Raise PlanRefused if spec.storage.workspace names none."""
+    if spec.storage.workspace is None:
+        return ClaimPath(names.claim, "")
+    return ClaimPath.parse(spec.storage.workspace, "spec.storage.workspace")
 
 
 def needs_workspace(spec: FineTuneJobSpec) -> bool:

@@ -21,7 +21,13 @@ from pydantic import JsonValue
 from finetune_contract.choices import Stage
 from finetune_contract.layout import ENV_GRACE_SECONDS, SERVE_PORT
 from finetune_operator.launchers.idle_kind import IDLE_API, IDLE_KIND
-from finetune_operator.launchers.kserve_kind import AUTOSCALER_CLASS, DEPLOYMENT_MODE, KSERVE_API, KSERVE_KIND
+from finetune_operator.launchers.kserve_kind import (
+    AUTOSCALER_CLASS,
+    DEPLOYMENT_MODE,
+    KSERVE_API,
+    KSERVE_KIND,
+    RUNTIME_HEALTH_PATH,
+)
 from finetune_operator.launchers.route_kind import ROUTE_API, ROUTE_KIND
 from finetune_operator.launchers.vllm_facts import VLLM_IN_FLIGHT
 from finetune_operator.planning.endpoint_plan import DRAIN_SECONDS
@@ -29,6 +35,7 @@ from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import EndpointRuntime, JobPlan, Servers
 from finetune_operator.rendering.endpoint_idle import idle_host, idle_scaling
 from finetune_operator.rendering.endpoint_route import WHOLE, gateway_peer, route
+from finetune_operator.rendering.kserve_runtime import runtime_pod, runtime_template
 from finetune_operator.rendering.manifests import config_map, metadata
 from finetune_operator.rendering.network import dumped, operator_peer
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME, SERVED_CONTAINER_NAME, Pod
@@ -105,7 +112,7 @@ def endpoint_host(job: str, namespace: str, name: str | None = None) -> str:
 def revision_digest(plan: JobPlan, context: RenderContext) -> str:
     """Return the digest of the servers' files and pod template; it does not depend on the revision's number."""
     assert plan.servers is not None, "a plan with the stage serve has servers"
-    return _sha256(_server_pod(StagePods(plan, context, Attempt(Stage.SERVE)), plan.servers).manifest())
+    return _sha256(_server_template(StagePods(plan, context, Attempt(Stage.SERVE)), plan.servers))
 
 
 def server_count(servers: Servers, running: int | None) -> int:
@@ -270,13 +277,15 @@ def _deployment(pods: StagePods, servers: Servers, replicas: int, annotations: M
         replicas=replicas,
         selector=selector,
         start_seconds=START_SECONDS,
-        pod=_server_pod(pods, servers).manifest(),
+        pod=_server_template(pods, servers),
     )
 
 
 def _inference_service(pods: StagePods, servers: Servers, own: Manifest) -> Manifest:
-    """Return a custom predictor in Standard mode. KServe reads the pod spec beside its own fields."""
-    pod = _server_pod(pods, servers).manifest()
+    """Return a predictor in Standard mode: a custom one, or with a runtime of the cluster. KServe reads the pod spec
+    beside its own fields.
+    """
+    pod = _server_template(pods, servers)
     about, spec = pod["metadata"], pod["spec"]
     assert isinstance(about, dict), "a pod template has metadata"
     assert isinstance(spec, dict), "a pod template has a spec"
@@ -301,11 +310,21 @@ def _inference_service(pods: StagePods, servers: Servers, own: Manifest) -> Mani
     )
 
 
+def _server_template(pods: StagePods, servers: Servers) -> Manifest:
+    """Return the manifest of the servers' pod template, for a runtime of KServe as its predictor has it."""
+    template = _server_pod(pods, servers).manifest()
+    if servers.vllm is None or servers.vllm.kserve_runtime is None:
+        return template
+    return runtime_template(template, pods, servers.vllm.kserve_runtime)
+
+
 def _server_pod(pods: StagePods, servers: Servers) -> Pod:
     name = SERVED_CONTAINER_NAME if servers.runtime == "kserve" else CONTAINER_NAME
     if servers.vllm is None:
         pod = stage_pod(pods, Role(env={ENV_GRACE_SECONDS: str(DRAIN_SECONDS + MARGIN_SECONDS)}))
         probes = _probes()
+    elif servers.vllm.kserve_runtime is not None:
+        pod, probes = runtime_pod(pods, servers.vllm, DRAIN_SECONDS), vllm_probes(RUNTIME_HEALTH_PATH)
     else:
         pod, probes = vllm_pod(pods, servers.vllm, DRAIN_SECONDS), vllm_probes()
     health: Manifest = {**probes, "lifecycle": {"preStop": {"sleep": {"seconds": LEAVING_SECONDS}}}}

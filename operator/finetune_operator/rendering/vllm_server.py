@@ -75,9 +75,9 @@ def vllm_command(pods: StagePods, server: VllmServer, folders: Storage, drain_se
     return (*VLLM_COMMAND, model, *_flat(options | more), *_trust(pods), *_adapters(pods, server))
 
 
-def vllm_probes() -> Manifest:
+def vllm_probes(path: str = VLLM_HEALTH_PATH) -> Manifest:
     """Return the probes: the server listens once it is ready, and fails its probe when its engine has failed."""
-    answers: JsonValue = {"path": VLLM_HEALTH_PATH, "port": SERVE_PORT}
+    answers: JsonValue = {"path": path, "port": SERVE_PORT}
     return {
         "startupProbe": {
             "httpGet": answers,

@@ -21,15 +21,27 @@ BODY_SECONDS = 10.0
 
 def json_response(body: Any, code: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return a response with compact JSON."""
+    return Response(json_bytes(body), code, dict(headers or {}), "application/json")
+
+
+def json_bytes(body: Any) -> bytes:
+    """Return compact JSON in UTF-8."""
     try:
-        content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+        return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:  # halves of surrogate pairs that a client sent, as in its request's id
-        content = json.dumps(body, separators=(",", ":")).encode()
-    return Response(content, code, dict(headers or {}), "application/json")
+        return json.dumps(body, separators=(",", ":")).encode()
 
 
 async def read_json(request: Request) -> dict[str, Any]:
-    """Return the body as a JSON object. RequestError 408, 413, 400, or 499 if the client disconnected."""
+    """Return the body as a JSON object. RequestError of `read_body` and `parsed_json`."""
+    return parsed_json(await read_body(request))
+
+
+async def read_body(request: Request) -> bytes:
+    """Return the body. RequestError 408, 413, 415 if it is compressed, or 499 if the client disconnected."""
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise RequestError(415, f"The body has the Content-Encoding {coding[:40]!r}: send it without compression.")
     parts: list[bytes] = []
     size = 0
     try:
@@ -50,8 +62,13 @@ async def read_json(request: Request) -> dict[str, Any]:
         raise RequestError(499, "The client has disconnected.") from error
     if size > MAX_BODY:
         raise _too_large()
+    return b"".join(parts)
+
+
+def parsed_json(content: bytes) -> dict[str, Any]:
+    """Return `content` as a JSON object. RequestError 400."""
     try:
-        body = json.loads(b"".join(parts), parse_constant=_refuse_constant)
+        body = json.loads(content, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise RequestError(400, f"The body is not UTF-8: {error.reason} at byte {error.start}.") from error
     except RecursionError as error:

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol v2 (KServe, Triton) in JSON."""
+"""The Open Inference Protocol v2 (KServe, Triton): its JSON objects."""
 
 from __future__ import annotations
 
@@ -31,9 +31,6 @@ def rows_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _values(name: str, tensor: Mapping[str, Any]) -> list[Any]:
-    parameters = tensor.get("parameters")
-    if isinstance(parameters, dict) and "binary_data_size" in parameters:
-        raise RequestError(400, f"Input {name} is binary; this server accepts JSON only: send data in the tensor.")
     if tensor.get("datatype") != "BYTES":
         raise RequestError(400, f"Input {name} must have datatype BYTES; found {str(tensor.get('datatype'))[:40]!r}.")
     data = tensor.get("data")

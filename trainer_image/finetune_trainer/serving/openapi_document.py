@@ -8,6 +8,7 @@ from typing import Any
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 
+from finetune_trainer.serving.binary_tensors import LENGTH_HEADER, MEDIA_TYPE
 from finetune_trainer.serving.openai_json import LONGEST_STOP, MOST_STOPS, ROLES
 from finetune_trainer.serving.request_rows import MAX_NEW_TOKENS, MAX_ROWS, input_forms
 
@@ -28,6 +29,11 @@ _OPEN_ERROR = {
         "param": {"type": ["string", "null"]},
         "code": {"type": ["string", "null"]},
     },
+}
+_BINARY: dict[str, Any] = {
+    "type": "string",
+    "format": "binary",
+    "description": f"The JSON object, whose bytes the header {LENGTH_HEADER} counts, and its binary tensors behind it.",
 }
 _PROBES = ("/v2/health/live", "/v2/health/ready", "/metrics")
 
@@ -71,6 +77,8 @@ def _extra(task: str, method: str, path: str, token: bool) -> dict[str, Any]:
     elif openai and method == "POST":
         # A schema here would be that of one event in some readers, and of the whole text in others.
         answers["text/event-stream"] = {}
+    elif path.endswith("/infer"):
+        answers[MEDIA_TYPE] = {"schema": _BINARY}
     refused = {"description": "The request is refused.", "content": {"application/json": {"schema": error}}}
     parameters: list[Mapping[str, Any]] = [_NAME] if "{name}" in path else []
     extra: dict[str, Any] = {
@@ -85,6 +93,8 @@ def _extra(task: str, method: str, path: str, token: bool) -> dict[str, Any]:
     if method == "POST":
         parameters = [*parameters, _DEADLINE]
         body = {"application/json": {"schema": _body(task, path)}}
+        if path.endswith("/infer"):
+            body[MEDIA_TYPE] = {"schema": _BINARY}
         extra["requestBody"] = {"required": True, "content": body}
     if parameters:
         extra["parameters"] = parameters

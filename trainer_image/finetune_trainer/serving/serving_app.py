@@ -24,7 +24,15 @@ from finetune_contract.layout import METRICS_PATH
 from finetune_trainer.inference.answering import Answerer
 from finetune_trainer.serving import hugging_face_json, open_inference
 from finetune_trainer.serving import page as page_of
-from finetune_trainer.serving.http_json import json_response, parameters_of, read_json
+from finetune_trainer.serving.binary_tensors import (
+    EXTENSION,
+    LENGTH_HEADER,
+    infer_response,
+    split_message,
+    wanted_as_bytes,
+    with_decoded_inputs,
+)
+from finetune_trainer.serving.http_json import json_response, parameters_of, parsed_json, read_body, read_json
 from finetune_trainer.serving.openai_handlers import TASKS as OPENAI_TASKS
 from finetune_trainer.serving.openai_handlers import OpenAIHandlers
 from finetune_trainer.serving.openapi_document import openapi_document
@@ -190,7 +198,7 @@ class _Handlers:
 
     async def server(self, request: Request) -> Response:
         """Name, version and extensions of the server."""
-        return json_response({"name": "finetune-trainer", "version": "0.1.0", "extensions": []})
+        return json_response({"name": "finetune-trainer", "version": "0.1.0", "extensions": [EXTENSION]})
 
     async def live(self, request: Request) -> Response:
         """Tell whether the process works."""
@@ -266,17 +274,17 @@ class _Handlers:
     async def infer(self, request: Request) -> Response:
         """Answer an inference request of the Open Inference Protocol."""
         name = self._name(request)
-        if "inference-header-content-length" in request.headers:
-            raise RequestError(400, "This server accepts JSON only: send tensors without the binary extension.")
-        body = await read_json(request)
+        content, binary = split_message(await read_body(request), request.headers.get(LENGTH_HEADER))
+        body = with_decoded_inputs(parsed_json(content), binary)
         identity = body.get("id")
         if identity is not None and not isinstance(identity, str):
             raise RequestError(400, "id must be text.")
         generation = hugging_face_json.generation_of(self._engine.generation, parameters_of(body))
         rows, requested = open_inference.rows_of(body), open_inference.outputs_of(body)
+        as_bytes = wanted_as_bytes(body)
         found = await self._queue.answered(request, self._queue.form(name, rows, generation), rows)
         answer = open_inference.answer_of(name, self._state.revision_of(name), identity, found, requested)
-        return json_response(answer)
+        return infer_response(answer, as_bytes)
 
     async def hugging_face(self, request: Request) -> Response:
         """Answer a request of the Hugging Face inference API."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from finetune_contract.choices import VLLM_TASKS
 from finetune_operator.api.rules.rule import Holds, Rule, is_one_of
 from finetune_operator.api.types import EndpointSpec, FineTuneJobSpec
@@ -15,8 +17,18 @@ def serves_by_vllm(spec: FineTuneJobSpec) -> bool:
     return spec.endpoint is not None and spec.endpoint.optimization == "vllm"
 
 
+_NO_RUNTIME = "!has(self.endpoint) || !has(self.endpoint.kserveRuntime)"
+_QUEUE = EndpointSpec.model_fields["max_queue"].default
+_WITHOUT_RUNTIME = "leave it out, or leave out spec.endpoint.kserveRuntime"
+
+
 def _holds(test: Holds) -> Holds:
     return lambda spec: not serves_by_vllm(spec) or test(spec)
+
+
+def _runtime_holds(test: Callable[[FineTuneJobSpec, EndpointSpec], bool]) -> Holds:
+    """Return a check of endpoints with `kserveRuntime`."""
+    return lambda spec: spec.endpoint is None or spec.endpoint.kserve_runtime is None or test(spec, spec.endpoint)
 
 
 RULES = (
@@ -64,5 +76,45 @@ RULES = (
         ),
         "has no effect without spec.endpoint.optimization vllm and spec.endpoint.adapters",
         "leave it out",
+    ),
+    Rule(
+        "kserve-runtime-needs-kserve-and-vllm",
+        "endpoint.kserveRuntime",
+        f"{_NO_RUNTIME} || (self.endpoint.runtime == 'kserve' && self.endpoint.optimization == 'vllm')",
+        _runtime_holds(lambda _, endpoint: endpoint.runtime == "kserve" and endpoint.optimization == "vllm"),
+        "needs spec.endpoint.runtime kserve and spec.endpoint.optimization vllm",
+        "leave it out",
+    ),
+    Rule(
+        "kserve-runtime-reads-a-claim",
+        "model.uri",
+        f"{_NO_RUNTIME} || has(self.training) || self.model.uri.startsWith('pvc://')",
+        _runtime_holds(lambda spec, _: spec.training is not None or spec.model.uri.startswith("pvc://")),
+        "must be in a claim (pvc://) with spec.endpoint.kserveRuntime, or be trained by the job",
+        "use pvc://",
+    ),
+    Rule(
+        "kserve-runtime-checks-no-token",
+        "endpoint.token",
+        f"{_NO_RUNTIME} || !has(self.endpoint.token)",
+        _runtime_holds(lambda _, endpoint: endpoint.token is None),
+        "has no effect with spec.endpoint.kserveRuntime, whose servers check no token",
+        _WITHOUT_RUNTIME,
+    ),
+    Rule(
+        "kserve-runtime-serves-no-adapters",
+        "endpoint.adapters",
+        f"{_NO_RUNTIME} || !has(self.endpoint.adapters) || size(self.endpoint.adapters) == 0",
+        _runtime_holds(lambda _, endpoint: not endpoint.adapters),
+        "is not supported with spec.endpoint.kserveRuntime, for which KServe mounts the model alone",
+        _WITHOUT_RUNTIME,
+    ),
+    Rule(
+        "kserve-runtime-has-no-queue-limit",
+        "endpoint.maxQueue",
+        f"{_NO_RUNTIME} || self.endpoint.maxQueue == {_QUEUE}",
+        _runtime_holds(lambda _, endpoint: endpoint.max_queue == _QUEUE),
+        "has no effect with spec.endpoint.kserveRuntime, whose servers have no limit of waiting requests",
+        _WITHOUT_RUNTIME,
     ),
 )

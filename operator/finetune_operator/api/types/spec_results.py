@@ -240,6 +240,12 @@ class EndpointSpec(SpecModel):
         description="Runtime of the servers: a Deployment, or an InferenceService of KServe. Defaults to auto: KServe "
         "if the cluster serves it and it supports the job's settings, else a Deployment.",
     )
+    kserve_runtime: ObjectName | None = Field(
+        default=None,
+        description="Name of a serving runtime of the cluster for Hugging Face models, such as "
+        "kserve-huggingfaceserver, whose vLLM then serves in place of the operator's image. Needs runtime kserve and "
+        "optimization vllm. Requests have no token, and the paths of OpenAI's API are below /openai. Defaults to none.",
+    )
     replicas: Annotated[int, Field(ge=1, le=1000)] = Field(default=1, description="Number of servers. Defaults to 1.")
     max_replicas: Annotated[int, Field(ge=1, le=1000)] | None = Field(
         default=None, description="Maximum number of servers under load. Defaults to replicas: no autoscaling."
