@@ -83,6 +83,48 @@ def _address(team: Team, service: str) -> str:
     return f"http://{found['spec']['clusterIP']}:{found['spec']['ports'][0]['port']}"
 
 
+RUNTIME: Object = {
+    "apiVersion": "serving.kserve.io/v1alpha1",
+    "kind": "ServingRuntime",
+    "metadata": {"name": "texts"},
+    "spec": {
+        "supportedModelFormats": [{"name": "huggingface", "version": "1"}],
+        "protocolVersions": ["v2"],
+        "containers": [
+            {"name": "kserve-container", "image": "texts.invalid/server:1", "args": ["--model_name={{.Name}}"]}
+        ],
+    },
+}
+"""A runtime for Hugging Face models, as KServe's own. Its pods need a GPU, which no node has, and start nothing."""
+
+
+def test_kserve_merges_its_runtime_with_the_model_and_its_arguments(box: Box, team: Team, kserve: None) -> None:
+    team.apply_manifest(RUNTIME)
+    name = team.new_name("texts")
+    team.apply(
+        name,
+        {
+            "task": "text-generation",
+            "model": {"uri": f"pvc://{INPUTS}/tiny/model"},
+            "resources": {"gpusPerNode": 1, "accelerator": {"product": "H100"}, "cpu": "1", "memory": "4Gi"},
+            "endpoint": {"runtime": "kserve", "optimization": "vllm", "kserveRuntime": "texts"},
+        },
+    )
+    deployments = path_of("apps/v1", "deployments", team.namespace, f"{name}-endpoint-1-predictor")
+    made = wait_until(lambda: box.api.get(deployments), "KServe creates a Deployment", 120, lambda: team.describe(name))
+    pod = made["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["image"] == "texts.invalid/server:1"
+    assert container["args"][0] == f"--model_name={name}-endpoint-1"
+    assert {f"--model_name={name}", "--model_dir=/mnt/models", "--backend=vllm"} <= set(container["args"][1:])
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    claims = {one["name"]: one.get("persistentVolumeClaim", {}).get("claimName") for one in pod["volumes"]}
+    (model,) = (one for one in container["volumeMounts"] if one["mountPath"] == "/mnt/models")
+    assert (claims[model["name"]], model["subPath"], model["readOnly"]) == (INPUTS, "tiny/model", True)
+    assert pod["securityContext"]["runAsNonRoot"], "the namespace accepts restricted pods alone"
+    team.delete(name)
+
+
 def test_auto_serves_by_kserve_where_it_is_installed(served: Served) -> None:
     assert served.status["phase"] == "Serving"
     assert stage_of(served.status, "serve")["child"]["kind"] == "InferenceService"
