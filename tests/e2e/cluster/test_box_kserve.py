@@ -110,9 +110,11 @@ def test_kserve_merges_its_runtime_with_the_model_and_its_arguments(box: Box, te
             "endpoint": {"runtime": "kserve", "optimization": "vllm", "kserveRuntime": "texts"},
         },
     )
-    deployments = path_of("apps/v1", "deployments", team.namespace, f"{name}-endpoint-1-predictor")
-    made = wait_until(lambda: box.api.get(deployments), "KServe creates a Deployment", 120, lambda: team.describe(name))
-    pod = made["spec"]["template"]["spec"]
+    # KServe mounts the model when a pod is created, and not in its Deployment.
+    found = wait_until(
+        lambda: team.pods(name, "serve"), "KServe's Deployment has a pod", 120, lambda: team.describe(name)
+    )
+    pod = found[0]["spec"]
     (container,) = pod["containers"]
     assert container["image"] == "texts.invalid/server:1"
     assert container["args"][0] == f"--model_name={name}-endpoint-1"
