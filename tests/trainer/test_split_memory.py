@@ -192,11 +192,13 @@ def test_process_has_no_more_than_its_part_in_memory(way: str, large: Path, benc
         two_processes("prepared", bench, way, large, tmp_path / str(before), converted=before)
         for before in (False, True)
     )
-    assert min(figures["peak"] for figures in converted) > 0.97 * whole, converted
-    # FSDP keeps parts of what it has divided, with and without slices of rows.
-    most = 0.9 if way == "sequence" else 0.6
-    assert max(figures["peak"] for figures in stored) < most * whole, stored
-    assert max(figures["kept"] for figures in stored) < most * whole, stored
+    needed = min(figures["peak"] for figures in converted)
+    assert needed > 0.97 * whole, converted
+    # FSDP keeps parts of what it has divided, with and without slices of rows: from 0.1 to 0.4 of the weights, which
+    # differs from run to run.
+    most = 0.95 * needed if way == "sequence" else 0.75 * whole
+    assert max(figures["peak"] for figures in stored) < most, stored
+    assert max(figures["kept"] for figures in stored) < most, stored
 
 
 @pytest.mark.slow
