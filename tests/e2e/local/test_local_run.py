@@ -222,7 +222,7 @@ def test_ctrl_c_keeps_the_parts_of_all_processes(
     assert f"stopped; the same call resumes from the state in {state}" in " ".join(err.split())
     wait_gone(descendants)
     assert kept
-    assert kept <= finished_parts(state)
+    assert kept <= finished_parts(state), (err, sorted(str(path) for path in state.rglob("*")))
     assert not (finetune.folder / "stopped.jsonl").exists()
     code, out, err = quick(*call, "1", "--verbose")
     assert code == 0, err
