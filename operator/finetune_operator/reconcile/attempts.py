@@ -200,11 +200,11 @@ def _underway(state: ReconcileState, stage: StageStatus, child: ChildView, pods:
         state = state.requeue(wait.until).with_findings(waiting=state.findings.waiting or wait.message)
         if wait.idle:
             return state
-    if child.state != "Suspended" and (over := _over_since(child, pods)) is not None:
-        return _unnoticed(state, stage, child, pods, over)
     if child.state == "Suspended":
         detail = f" {child.message}" if child.message else ""
         return state.with_findings(waiting=f"{child.ref.kind} {child.ref.name} is suspended.{detail}")
+    if (over := _over_since(child, pods)) is not None:
+        return _unnoticed(state, stage, child, pods, over)
     return _with_progress(state, stage, child, pods)
 
 
