@@ -11,16 +11,11 @@ from typing import Any
 import pytest
 from huggingface_hub import InferenceClient
 
-from finetune_contract.inference_settings import Serving
-from finetune_contract.layout import INFERENCE_PATHS, JobPaths
-from finetune_trainer.data.prepare import prepare
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.progress import NoProgress
+from finetune_contract.layout import INFERENCE_PATHS
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
-from trainer_support.served import Served, served
-from trainer_support.served_models import ROWS, write_served_model
-from trainer_support.tasks import predictions, task_job, write_lines
+from trainer_support.served import Served
+from trainer_support.served_models import ROWS, served_and_predicted
 
 
 class Bench:
@@ -33,17 +28,9 @@ class Bench:
 @pytest.fixture(scope="module", params=sorted(ROWS))
 def bench(request: Any, tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Path]) -> Iterator[Bench]:
     task = request.param
-    folder = tmp_path_factory.mktemp(task)
-    model = write_served_model(folder / "model", task, tiny_bert)
-    rows = ROWS[task]
-    write_lines(folder / "data" / "test.jsonl", rows)
-    job = task_job(task, model, folder / "data", list(rows[0]), evaluation=None, generation={"max_new_tokens": 5})
-    paths = JobPaths(folder / "job")
-    prepare(job, paths, NoProgress())
-    predict(job, paths, NoProgress())
-    serving = Serving(model_name="tiny", device="cpu", max_batch_tokens=512)
-    with served(job.model_copy(update={"serving": serving}), paths) as server:
-        yield Bench(server, rows, [{k: v for k, v in row.items() if k in columns(task)} for row in predictions(paths)])
+    with served_and_predicted(tmp_path_factory.mktemp(task), task, tiny_bert) as (server, expected):
+        answers = [{name: value for name, value in row.items() if name in columns(task)} for row in expected]
+        yield Bench(server, ROWS[task], answers)
 
 
 def columns(task: str) -> set[str]:

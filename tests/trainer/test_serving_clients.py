@@ -18,15 +18,9 @@ import tritonclient.http as triton
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
-from finetune_contract.inference_settings import Serving
-from finetune_contract.layout import JobPaths
-from finetune_trainer.data.prepare import prepare
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.progress import NoProgress
 from suite_plugins.patience import patient
-from trainer_support.served import Served, served
-from trainer_support.served_models import ROWS, write_served_model
-from trainer_support.tasks import predictions, task_job, write_lines
+from trainer_support.served import Served
+from trainer_support.served_models import ROWS, served_and_predicted
 
 NAME = "tiny"
 LENGTH = "Inference-Header-Content-Length"
@@ -45,20 +39,13 @@ class Answering:
 
 @pytest.fixture(scope="module", params=["text-classification", "token-classification", "text-generation"])
 def answering(request: Any, tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Path]) -> Iterator[Any]:
-    task, folder = request.param, tmp_path_factory.mktemp(request.param)
-    model = write_served_model(folder / "model", task, tiny_bert)
+    task = request.param
     rows = ROWS[task]
-    write_lines(folder / "data" / "test.jsonl", rows)
-    job = task_job(task, model, folder / "data", list(rows[0]), evaluation=None, generation={"max_new_tokens": 5})
-    paths = JobPaths(folder / "job")
-    prepare(job, paths, NoProgress())
-    predict(job, paths, NoProgress())
     inputs = {
         role: [row[role] if isinstance(row[role], str) else json.dumps(row[role]) for row in rows] for role in rows[0]
     }
-    serving = Serving(model_name=NAME, device="cpu", max_batch_tokens=512)
-    with served(job.model_copy(update={"serving": serving}), paths) as server:
-        yield Answering(server, inputs, predictions(paths))
+    with served_and_predicted(tmp_path_factory.mktemp(task), task, tiny_bert) as (server, expected):
+        yield Answering(server, inputs, expected)
 
 
 @pytest.fixture

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer_support.tasks import write_decoder, write_encoder_decoder
+from finetune_contract.inference_settings import Serving
+from finetune_contract.layout import JobPaths
+from finetune_trainer.data.prepare import prepare
+from finetune_trainer.inference.predict import predict
+from finetune_trainer.progress import NoProgress
+from trainer_support.served import Served, served
+from trainer_support.tasks import predictions, task_job, write_decoder, write_encoder_decoder, write_lines
 
 VOCABULARY = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "small", "grey", "dog", "run", "by", "it"]
 TEXTS = [" ".join((VOCABULARY * 3)[at : at + 3 + 5 * at % 17]) for at in range(9)]
@@ -46,3 +53,19 @@ def write_served_model(folder: Path, task: str, tiny_bert: Callable[..., Path]) 
     torch.manual_seed(3)
     getattr(transformers, _HEADS[task])(config).save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def served_and_predicted(
+    folder: Path, task: str, tiny_bert: Callable[..., Path]
+) -> Iterator[tuple[Served, list[dict[str, Any]]]]:
+    """Run a server of the task's model, named tiny; with it the predictions of `ROWS` by the stage predict."""
+    model, rows = write_served_model(folder / "model", task, tiny_bert), ROWS[task]
+    write_lines(folder / "data" / "test.jsonl", rows)
+    job = task_job(task, model, folder / "data", list(rows[0]), evaluation=None, generation={"max_new_tokens": 5})
+    paths = JobPaths(folder / "job")
+    prepare(job, paths, NoProgress())
+    predict(job, paths, NoProgress())
+    serving = Serving(model_name="tiny", device="cpu", max_batch_tokens=512)
+    with served(job.model_copy(update={"serving": serving}), paths) as server:
+        yield server, predictions(paths)
