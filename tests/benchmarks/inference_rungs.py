@@ -42,6 +42,7 @@ import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from finetune_contract.inference_settings import CPU_BATCH_TOKENS
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.prepare import labels_of_model, predict_part
 from finetune_trainer.data.row_shards import RowSource, row_source
@@ -147,7 +148,7 @@ class Bench:
                 "predict": {
                     "dataset": {"uri": f"file://{self.source}", "columns": self.case.inputs},
                     "device": "cpu",
-                    "batch_tokens": 8192,
+                    "batch_tokens": CPU_BATCH_TOKENS,
                 },
             }
         )

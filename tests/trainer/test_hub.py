@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +98,112 @@ def test_a_branch_is_pinned_to_the_commit_that_it_is_at_and_a_commit_stays(
     answers: dict[str, list[Any]], commit: str
 ) -> None:
     assert answers["at a branch"] == answers["at a commit"] == ["bert", commit, commit]
+
+
+WITHOUT = """
+import json, sys
+from finetune_trainer import hub_revisions
+from finetune_trainer.failures import StageError
+from finetune_trainer.models import load_config, load_tokenizer
+from finetune_contract.trainer_job import TrainerJob
+
+hub_revisions.PROBE_SECONDS = 1.0  # the time that a test waits for a server that never answers
+try:
+    job = TrainerJob(name="one", task="text-classification", model={"uri": sys.argv[1]})
+    config, tokenizer = load_config(job), load_tokenizer(job)
+    print(json.dumps([config.model_type, len(tokenizer), hub_revisions.commit_of(sys.argv[1][5:], "main")]))
+except StageError as error:
+    print(json.dumps([error.failure_class, error.reason]))
+"""
+"""Program that loads a model, in a process of its own."""
+
+
+class Unavailable(ThreadingHTTPServer):
+    """Answers each request with one status, and counts those for the model."""
+
+    daemon_threads = True
+
+    def __init__(self, status: int) -> None:
+        self.status, self.requests = status, 0
+        super().__init__(("127.0.0.1", 0), _Refusing)
+
+
+class _Refusing(BaseHTTPRequestHandler):
+    server: Unavailable
+
+    def do_GET(self) -> None:
+        self.server.requests += NAME in self.path
+        self.send_error(self.server.status)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Write nothing."""
+
+
+def load_from(endpoint: str, cache: Path) -> tuple[list[Any], str]:
+    """Load the model in a process of its own; return what it has found, and its log."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache)}
+    run = [sys.executable, "-c", WITHOUT, f"hf://{NAME}"]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=patient(300))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+@pytest.fixture(scope="module")
+def cached(tiny_model: Path, commit: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """Return a cache that has the model, and what was loaded while the Hub was there."""
+    cache = tmp_path_factory.mktemp("full")
+    with Hub(("127.0.0.1", 0), {NAME: Repository(NAME, tiny_model, private=False)}, TOKEN) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        found, log = load_from(f"http://127.0.0.1:{hub.server_port}", cache)
+        hub.shutdown()
+    assert found[-1] == commit
+    assert "cannot be reached" not in log
+    return cache, found
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_cached_model_takes_one_request_to_an_unavailable_hub(cached: tuple[Path, list[Any]], status: int) -> None:
+    cache, expected = cached
+    with Unavailable(status) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        found, log = load_from(f"http://127.0.0.1:{hub.server_port}", cache)
+        hub.shutdown()
+    assert found == expected
+    assert hub.requests == 1
+    assert log.count("cannot be reached") == 1
+    assert f"HTTP status {status}" in log
+    assert all(text in log for text in (NAME, expected[-1], f"http://127.0.0.1:{hub.server_port}"))
+
+
+@pytest.mark.parametrize("listens", [True, False], ids=["a Hub that never answers", "a closed port"])
+def test_cached_model_is_used_if_no_hub_answers(cached: tuple[Path, list[Any]], listens: bool) -> None:
+    cache, expected = cached
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if listens:
+            silent.listen(64)
+        found, log = load_from(f"http://127.0.0.1:{silent.getsockname()[1]}", cache)
+    assert found == expected
+    assert log.count("cannot be reached") == 1
+
+
+def test_unreachable_hub_fails_the_model_that_is_not_cached(tmp_path: Path) -> None:
+    with Unavailable(503) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        found, _ = load_from(f"http://127.0.0.1:{hub.server_port}", tmp_path)
+        hub.shutdown()
+    assert found == [FailureClass.HUB_UNAVAILABLE, "HubUnavailable"]
+
+
+def test_refusal_by_the_hub_is_not_answered_from_the_cache(cached: tuple[Path, list[Any]]) -> None:
+    cache, _ = cached
+    with Hub(("127.0.0.1", 0), {}, TOKEN) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        found, log = load_from(f"http://127.0.0.1:{hub.server_port}", cache)
+        hub.shutdown()
+    assert found == [FailureClass.MODEL, "ModelNotFound"]
+    assert "is used" not in log

@@ -122,7 +122,7 @@ def test_servers_that_share_a_cache_fetch_the_weights_once(tmp_path: Path, hub: 
 
     hub.shutdown()
     hub.server_close()
-    with server(tmp_path / "later", endpoint, cache, HF_HUB_OFFLINE="1") as later:
+    with server(tmp_path / "later", endpoint, cache) as later:
         wait_until(later, "a server without the Hub answers", 180)
         again = later()
     assert found is not None

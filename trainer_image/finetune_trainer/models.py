@@ -17,6 +17,7 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import JUDGED_AFTER_TRAINING, WRITING
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError, chain
+from finetune_trainer.hub_revisions import commit_of
 from finetune_trainer.uris import Uri, hub_name, local_path, package_path
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def resolve_model(
     match parsed.scheme:
         case "hf":
             name = hub_name(parsed.rest.rstrip("/"), parsed, _FIELD)
-            return name, {"revision": revision, "trust_remote_code": trust_remote_code}
+            return name, {"revision": commit_of(name, revision) or revision, "trust_remote_code": trust_remote_code}
         case "file":
             path = local_path(parsed)
         case "pkg":
@@ -101,10 +102,8 @@ def pinned(job: TrainerJob) -> tuple[TrainerJob, str | None]:
     """
     if Uri.parse(job.model.uri, _FIELD).scheme != "hf":
         return job, None
-    from transformers.utils.hub import resolve_revision
-
-    name, kwargs = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
-    commit: str | None = getattr(resolve_revision(name, kwargs["revision"]), "resolved", None)
+    name, _ = resolve_model(job.model.uri, job.model.revision)
+    commit = commit_of(name, job.model.revision)
     if commit is None:
         return job, None
     return job.model_copy(update={"model": job.model.model_copy(update={"revision": commit})}), commit

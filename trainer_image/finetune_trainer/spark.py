@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from finetune_contract.choices import Device, InferencePrecision, Task
 from finetune_contract.data_settings import Columns, ModelSource, Preparation
-from finetune_contract.inference_settings import Generation, Prediction
+from finetune_contract.inference_settings import BATCH_TOKENS, Generation, Prediction
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.prepare import labels_of_model
@@ -62,7 +62,7 @@ class PredictOptions(TypedDict, total=False):
     generation: Generation
     """Settings for text generation."""
     batch_tokens: int
-    """Limit of padded tokens in a batch; default 8192."""
+    """Limit of padded tokens in a batch; default 2,048 on CPUs and 16,384 on GPUs."""
     precision: InferencePrecision
     """Precision of inference; default fp32."""
     device: Device
@@ -151,6 +151,7 @@ class _Answering:
                 f"{_SETTING}.columns has {', '.join(unknown)}; supported are {', '.join(Columns.model_fields)}.",
                 "Set the columns by their role in the task, as in a job.",
             )
+        device = how.get("device", "cpu")
         job = TrainerJob(
             name="spark",
             task=task,
@@ -162,8 +163,8 @@ class _Answering:
             preparation=Preparation(max_length=how.get("max_length"), stride=how.get("stride")),
             generation=how.get("generation", Generation()),
             predict=Prediction(
-                device=how.get("device", "cpu"),
-                batch_tokens=how.get("batch_tokens", Means.batch_tokens),
+                device=device,
+                batch_tokens=how.get("batch_tokens", BATCH_TOKENS[device]),
                 precision=how.get("precision", "fp32"),
             ),
         )

@@ -6,18 +6,13 @@ from dataclasses import dataclass
 
 from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import LANGUAGE_TASKS, WRITING_TASKS, InferencePrecision
+from finetune_contract.inference_settings import CPU_BATCH_TOKENS, GPU_BATCH_TOKENS
 from finetune_contract.plans import REQUESTED_LOGITS
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.memory import inference_bytes
 
-GPU_BATCH_TOKENS = 16_384
-"""Padded tokens of one inference batch: enough to fill any GPU of the table, and below 1 GB of activations up to 2,048
-wide.
-"""
 GPU_BATCH_TOKENS_WIDE = 4_096
 """Padded tokens of one inference batch for wider models."""
-CPU_BATCH_TOKENS = 2_048
-"""Padded tokens of one batch on CPU; larger ones gain nothing and exceed the caches; see `batch.CPU_TOKENS`."""
 
 
 def inference_tokens(draft: Draft) -> int:

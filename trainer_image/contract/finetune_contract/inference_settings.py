@@ -16,6 +16,17 @@ from finetune_contract.choices import (
 from finetune_contract.contract_models import Order
 from finetune_contract.data_settings import DataSource
 
+CPU_BATCH_TOKENS = 2_048
+"""Padded tokens of an inference batch on CPUs: their activations stay in the caches. MiniLM answers 1.3 to 1.5 times
+the rows of batches of 8,192 (`tests/benchmarks/README.md`).
+"""
+GPU_BATCH_TOKENS = 16_384
+"""Padded tokens of an inference batch on GPUs: enough to fill any of them, and below 1 GB of activations up to 2,048
+wide.
+"""
+BATCH_TOKENS: dict[Device, int] = {"cpu": CPU_BATCH_TOKENS, "cuda": GPU_BATCH_TOKENS}
+"""Padded tokens of an inference batch where no plan has decided them, by device."""
+
 
 class Gate(Order):
     """Bounds on a metric: the job fails below the minimum, or above the maximum."""

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from finetune_contract.choices import Device, InferencePrecision, Stage
-from finetune_contract.inference_settings import Evaluation, Generation, Prediction
+from finetune_contract.inference_settings import CPU_BATCH_TOKENS, Evaluation, Generation, Prediction
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.batches import inference_batches
@@ -54,8 +54,8 @@ class Means:
     """Device, batch size and precision of a stage; the defaults apply if the job has no settings for it."""
 
     device: Device = "cpu"
-    batch_tokens: int = 8192
-    """Padded tokens of a batch; some 100 MB of activations for a small encoder."""
+    batch_tokens: int = CPU_BATCH_TOKENS
+    """Padded tokens of a batch."""
     precision: InferencePrecision = "fp32"
     devices: int = 1
     """GPUs that hold the model's layers; results do not depend on it."""

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from finetune_contract.choices import WRITING_TASKS
-from finetune_contract.inference_settings import Generation, Prediction, Serving
+from finetune_contract.inference_settings import CPU_BATCH_TOKENS, Generation, Prediction, Serving
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer import collection
@@ -92,7 +92,7 @@ class ServingEngine:
     @classmethod
     def of(cls, job: TrainerJob, paths: JobPaths) -> ServingEngine:
         """Return the engine of a job, without its model."""
-        serving = job.serving or Serving(model_name=job.name, device="cpu", max_batch_tokens=8192)
+        serving = job.serving or Serving(model_name=job.name, device="cpu", max_batch_tokens=CPU_BATCH_TOKENS)
         return cls(job.model_copy(update={"serving": serving}), serving, job.trains, paths)
 
     @classmethod

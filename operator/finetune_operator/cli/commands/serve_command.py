@@ -48,8 +48,11 @@ def serve(
         str, typer.Option("--optimization", metavar="NAME", help="Optimization of the model, as in finetune predict.")
     ] = "none",
     batch_tokens: Annotated[
-        int, typer.Option("--max-batch-tokens", metavar="TOKENS", min=1, help="Maximum padded tokens of a batch.")
-    ] = 8192,
+        int | None,
+        typer.Option(
+            "--max-batch-tokens", metavar="TOKENS", min=1, help="Maximum padded tokens of a batch. Default: 2,048."
+        ),
+    ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(
@@ -145,7 +148,7 @@ def _tasks() -> tuple[str, ...]:
 def _with_serving(
     job: TrainerJob,
     optimization: str,
-    batch_tokens: int,
+    batch_tokens: int | None,
     adapters: Sequence[AdapterFolder],
     alone: AdapterFolder | None,
 ) -> TrainerJob:
@@ -153,7 +156,7 @@ def _with_serving(
     from pydantic import ValidationError
 
     from finetune_contract.choices import RungName
-    from finetune_contract.inference_settings import Serving
+    from finetune_contract.inference_settings import CPU_BATCH_TOKENS, Serving
 
     name = "measured" if optimization == "auto" else optimization
     if adapters and name != "none":
@@ -166,7 +169,7 @@ def _with_serving(
     served |= {"serves_model": alone is None, "model_name": own}
     try:
         serving = Serving.model_validate(
-            {**served, "device": "cpu", "optimization": name, "max_batch_tokens": batch_tokens}
+            {**served, "device": "cpu", "optimization": name, "max_batch_tokens": batch_tokens or CPU_BATCH_TOKENS}
         )
     except ValidationError as error:
         known = ", ".join(("auto", *get_args(RungName)))
