@@ -30,6 +30,8 @@ from finetune_operator.shell.command import _set_up_logs, app
 from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.leader import address_in
 from finetune_operator.shell.operator_options import LogFormat, LogLevel
+from finetune_operator.shell.progress_protocol import AttemptKey
+from finetune_operator.shell.progress_server import KnownPod
 from finetune_operator.shell.queue import WorkQueue
 from finetune_operator.shell.reconciler import only_progress_differs, status_body
 from finetune_operator.shell.serving import OperatorView
@@ -197,6 +199,25 @@ def test_fleet_is_read_from_the_store_and_progress_from_moving_reports():
     assert before.samples_per_second == {"train": 8}
     assert before.progress_age_seconds < 60
     assert 500 <= after.progress_age_seconds < 560
+
+
+@pytest.mark.parametrize(("stage", "step"), [(Stage.PREDICT, 40), (Stage.PREPARE, 40), (Stage.TRAIN, 592)])
+def test_progress_is_that_of_the_pod_that_counts_all_rows(stage: Stage, step: int):
+    async def reported() -> tuple[ProgressStatus | None, datetime | None]:
+        state = operator_state()
+        view, attempt = OperatorView(state), AttemptKey("team", "job", stage, 1)
+        other = KnownPod("pod-1", "job-uid", attempt, index=1)
+        state.progress.note("job-uid", stage, 1, ProgressStatus(step=40, total_steps=600), "a", NOON)
+        view.report(other, ProgressStatus(step=592, total_steps=592), NO_FINDINGS, "a")
+        await state.kube.api.close()  # type: ignore[no-untyped-call]
+        return state.progress.of("job-uid", stage, 1), state.progress.last_progress_at("job-uid", stage, 1)
+
+    progress, at = asyncio.run(reported())
+    assert progress is not None
+    assert progress.step == step
+    # A report of any pod shows that the stage is alive.
+    assert at is not None
+    assert (at > NOON) is (stage is not Stage.TRAIN)
 
 
 @pytest.mark.parametrize(

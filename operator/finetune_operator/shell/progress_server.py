@@ -90,6 +90,8 @@ class KnownPod:
     uid: str
     job_uid: str
     attempt: AttemptKey
+    index: int | None = None
+    """See `PodView.index`."""
 
 
 class World(Protocol):

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from finetune_contract.choices import Stage
 from finetune_operator.api.types import ProgressStatus
 from finetune_operator.kubernetes_api.errors import (
     AlreadyExistsError,
@@ -57,6 +58,8 @@ log = logging.getLogger(__name__)
 
 SOONEST = timedelta(minutes=1)
 """Shortest interval between two checks of the certificates, also if the API server gives no answer."""
+_COUNTED_BY_POD_0 = (Stage.PREPARE, Stage.PREDICT)
+"""Stages whose pods divide the rows: pod 0 counts those of all, others only their own, which shows that they work."""
 _WITHOUT_REVIEW = " Grant `create` on tokenreviews, or set progress.tokens to keys, which needs no right."
 _ALTERNATIVE = "or grant `create` on tokenreviews and set progress.tokens to review"
 _WITHOUT_DISCOVERY = (
@@ -172,12 +175,15 @@ class OperatorView:
         if job is None or job.uid != entry.job_uid:
             return None
         attempt = AttemptKey(namespace, entry.job.name, entry.view.stage, entry.view.attempt)
-        return KnownPod(entry.uid, entry.job_uid, attempt)
+        return KnownPod(entry.uid, entry.job_uid, attempt, entry.view.index)
 
     def report(self, pod: KnownPod, progress: ProgressStatus, findings: Findings, mark: str) -> None:
         """Note a report in the progress book; the reconciler limits how often the status is written."""
         at, book = pod.attempt, self._state.progress
         attempt = (pod.job_uid, at.stage, at.attempt)
+        if at.stage in _COUNTED_BY_POD_0 and pod.index:
+            progress = ProgressStatus(last_update_time=progress.last_update_time)
+            mark = f"pod {pod.index}: {mark}"
         merged, found = merged_progress(book.of(*attempt), progress), findings.after(book.findings_of(*attempt))
         book.note(*attempt, merged, mark, self._state.now(), found)
         self._state.queue.add(JobKey(at.namespace, at.job))
