@@ -1,8 +1,9 @@
 """Tries on machines with GPUs what the test suite cannot try without one, and writes one report to send back.
 
-Kernels (matrix products, attention, fp8, torch.compile, 4 bits), an all-reduce over all GPUs, and a short training with
-each strategy by `finetune run`: whether it works, its memory and time beside the plan's, and whether all strategies
-learn the same. Beside them is the throughput of transformers' Trainer and of a loop in plain torch on the same rows.
+Kernels (matrix products, attention, fp8, torch.compile, 4 bits), an all-reduce over all GPUs, a prediction that
+measures the ways to compute, and a short training with each strategy by `finetune run`: whether it works, its memory
+and time beside the plan's, and whether all strategies learn the same. Beside them is the throughput of transformers'
+Trainer and of a loop in plain torch on the same rows.
 What the machine cannot run is skipped with the reason. On several nodes: the same on the first one, the all-reduce over
 all, and trainings over all; the same command runs on each, with a shared folder for the report.
 
@@ -25,11 +26,20 @@ from typing import Any
 
 import torch
 
-from gpu_check import gpu_baselines, gpu_facts, gpu_jobs, gpu_kernels, gpu_links, gpu_spread, several_nodes
+from gpu_check import (
+    gpu_baselines,
+    gpu_facts,
+    gpu_jobs,
+    gpu_kernels,
+    gpu_links,
+    gpu_predictions,
+    gpu_spread,
+    several_nodes,
+)
 from gpu_check.gpu_report import Result, checked, write_report
 from gpu_check.several_nodes import Nodes
 
-GROUPS = ("kernels", "links", "baselines", "trainings")
+GROUPS = ("kernels", "links", "predictions", "baselines", "trainings")
 LONGEST = 300.0
 """Seconds of one check; the first of a training go to loading libraries and compiling DeepSpeed's operators."""
 
@@ -71,6 +81,13 @@ def baselines(folder: Path, small: bool, longest: float) -> Iterator[Result]:
     gpu_jobs.write_inputs(folder, size)
     for name in gpu_baselines.BASELINES:
         yield checked("baselines", name, partial(gpu_baselines.train, name, folder, size, gpus, longest))
+
+
+def predictions(folder: Path, small: bool, longest: float) -> Iterator[Result]:
+    work = gpu_predictions.SMALL if small else gpu_predictions.LARGE
+    gpu_predictions.write_inputs(folder, work)
+    for name in gpu_predictions.MODES:
+        yield checked("predictions", name, partial(gpu_predictions.predict, name, folder, work, longest))
 
 
 def over_nodes(folder: Path, small: bool, longest: float, nodes: Nodes) -> Iterator[Result]:
@@ -128,6 +145,7 @@ def main() -> int:
     groups = {
         "kernels": kernels(small) if nodes.first else iter(()),
         "links": links(small, options.seconds, nodes),
+        "predictions": predictions(options.out, small, options.seconds) if nodes.first else iter(()),
         "baselines": baselines(options.out, small, options.seconds) if nodes.first else iter(()),
         "trainings": _all_trainings(options, ends, nodes),
     }

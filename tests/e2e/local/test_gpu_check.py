@@ -18,6 +18,8 @@ from gpu_check.gpu_baselines import BASELINES
 from gpu_check.gpu_baselines import train as train_baseline
 from gpu_check.gpu_jobs import BY_MEMORY, SMALL, WAYS, size_of, write_inputs
 from gpu_check.gpu_kernels import KERNELS
+from gpu_check.gpu_predictions import MODES
+from gpu_check.gpu_predictions import SMALL as PREDICTED
 from gpu_check.gpu_report import Result, SkippedError, as_markdown, checked
 from gpu_check.several_nodes import Nodes, together
 from suite_plugins.patience import patient
@@ -68,6 +70,19 @@ def test_other_loops_train_on_the_same_rows(name: str, tmp_path: Path) -> None:
     assert min(figures["s a step"], figures["tokens/s"]) > 0
     # Random words: a model without knowledge begins at the logarithm of the vocabulary.
     assert all(0 < loss < 1.2 * log(SMALL.vocabulary) for loss in figures["first and last loss"])
+
+
+@pytest.mark.slow
+def test_ways_to_predict_are_measured_and_labels_compared(tmp_path: Path) -> None:
+    code, output, results = check(tmp_path, "--only", "predictions")
+    assert code == 0, output
+    assert [(each["name"], each["outcome"]) for each in results] == [(name, "ok") for name in MODES]
+    plain, measured, lossy = (each["figures"] for each in results)
+    assert plain["rows"] == measured["rows"] == PREDICTED.rows
+    assert measured["equal labels"] == 1
+    assert lossy["equal labels"] >= 0.9
+    assert measured["chosen"] in measured
+    assert "rows/s" in measured["none"]
 
 
 @pytest.mark.slow
