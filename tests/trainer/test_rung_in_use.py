@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -218,11 +219,12 @@ def test_model_on_several_gpus_is_not_measured(
     assert refused.value.reason == "RungNotAvailable"
 
 
+@dataclass
 class Upside:
     """A rung that answers the opposite."""
 
-    name = "bf16"
-    lossy = True
+    name: str = "bf16"
+    lossy: bool = True
 
     def unavailable(self, model: Any, machine: Machine) -> None:
         return None
@@ -352,3 +354,20 @@ def test_one_of_two_workers_measures_and_the_other_waits_for_its_choice(
     assert isinstance(error, StageError) == fails
     assert len(began) == (2 if fails else 1)
     assert [row["row"] for row in answers(paths)] == list(range(len(TEXTS)))
+
+
+def test_exact_rung_with_wrong_answers_is_refused_by_name(
+    model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rung = Upside(name="compile", lossy=False)
+    monkeypatch.setattr(choosing, "rungs_of", lambda _name, **_: [rung])
+    for module in (choosing, rung_in_use):
+        monkeypatch.setattr(module, "rung_by_name", lambda _name, *_: rung)
+    with pytest.raises(StageError, match="computes wrongly on this machine") as caught:
+        predict(a_job(model, data, optimization="compile"), paths, NoProgress())
+    assert caught.value.reason == "RungNotRightEnough"
+    assert not paths.predictions_jsonl.exists()
+
+    monkeypatch.setattr(rung_in_use.RungInUse, "choose", lambda _self: "compile")  # as another worker has chosen
+    with pytest.raises(StageError, match="computes wrongly on this machine"):
+        predict(a_job(model, data, optimization="compile"), paths, NoProgress())

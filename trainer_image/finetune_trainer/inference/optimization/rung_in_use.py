@@ -19,13 +19,15 @@ from pydantic import ValidationError
 
 from finetune_contract.choices import GPU_RUNGS, RUNG_TASKS, TEXT_RUNGS, VLLM_TASKS, Stage
 from finetune_contract.contract_models import Message
-from finetune_contract.layout import JobPaths
+from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.metrics import LOSS
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.data.row_shards import RowShard
+from finetune_trainer.failures import StageError
 from finetune_trainer.files import write_atomically
 from finetune_trainer.inference.answering import Answerer
 from finetune_trainer.inference.labelled_rows import labelled_split
+from finetune_trainer.inference.optimization.answer_agreement import agreement
 from finetune_trainer.inference.optimization.choosing import (
     SAMPLE_ROWS,
     TEXT_SAMPLE_BATCHES,
@@ -43,6 +45,7 @@ from finetune_trainer.inference.optimization.choosing import (
 from finetune_trainer.inference.optimization.device_meter import DeviceMeter, meter_of, timed
 from finetune_trainer.inference.optimization.rung_protocol import Machine, Substitute, TextSettings
 from finetune_trainer.inference.optimization.rung_table import RungRow, RungTable
+from finetune_trainer.inference.optimization.rungs import rung_by_name
 from finetune_trainer.inference.optimization.text_metrics import reference_texts, text_metrics
 from finetune_trainer.inference.runner import answers_of
 from finetune_trainer.progress import NoProgress
@@ -53,6 +56,11 @@ log = logging.getLogger(__name__)
 
 FOLDER = "optimized"
 _FEW_ROWS = 32
+_LEAST_EQUAL, _LEAST_EQUAL_16_BITS = 0.9, 0.5
+"""Share of equal labels of a few rows below which a way that rounds like the model is broken on this machine. Models in
+16 bits round otherwise in it, which changes labels that are near a tie.
+"""
+_FP32_BYTES = 4
 _MANY = 100
 """Factor on the sample for an unknown number of rows, as in compressed files."""
 
@@ -113,8 +121,11 @@ class RungInUse:
 
     def choose(self) -> str:
         """Return the name of the rung, measured unless known. StageErrors of `choosing.choose`."""
-        self._chosen = self._without_measuring() or self._small() or self._remembered() or self._measured()
-        return self._chosen.name
+        found = self._without_measuring() or self._small() or self._remembered() or self._measured()
+        if not any(row.chosen and row.agreement is not None for row in found.table.rungs):
+            self._refuse_wrong(found.name, found.forward)
+        self._chosen = found
+        return found.name
 
     def forward(self, name: str) -> Substitute | None:
         """Return the forward pass that replaces the model's; None for the model itself. StageError `RungNotAvailable`
@@ -122,7 +133,9 @@ class RungInUse:
         """
         if self._chosen is None or self._chosen.name != name:
             self._chosen = None
-            return None if name == "none" else self._made(name)
+            made = None if name == "none" else self._made(name)
+            self._refuse_wrong(name, made)
+            return made
         if self.request.optimization != "none":
             write_atomically(self.paths.optimization, self._chosen.table.to_json())
             requested = "auto" if self.request.optimization == "measured" else self.request.optimization
@@ -223,6 +236,24 @@ class RungInUse:
             return {name: value for name, value in measured.items() if name != LOSS}
 
         return metrics
+
+    def _refuse_wrong(self, name: str, forward: Substitute | None) -> None:
+        """Raise StageError STRATEGY_NOT_IN_EFFECT `RungNotRightEnough` for a way that should compute the same as the
+        model, and does not: a compiler may build wrong kernels for a machine.
+        """
+        if forward is None or self.request.texts is not None or rung_by_name(name).lossy:
+            return
+        sample, _ = self._sampled(_FEW_ROWS)
+        share = agreement(sample.answers(None), sample.answers(forward))
+        narrow = self.answerer.model.dtype.itemsize < _FP32_BYTES
+        if share < (_LEAST_EQUAL_16_BITS if narrow else _LEAST_EQUAL):
+            raise StageError(
+                FailureClass.STRATEGY_NOT_IN_EFFECT,
+                "RungNotRightEnough",
+                f"predict.optimization is {name}, which computes wrongly on this machine ({self._machine.cpu}): "
+                f"{share:.0%} of the labels of {sample.rows} rows are those of the model as it is.",
+                "Leave predict.optimization at auto, which compares labels, or set it to none.",
+            )
 
     def _made(self, name: str) -> Substitute:
         sample = self._sampled(self._sample_rows)[0]
