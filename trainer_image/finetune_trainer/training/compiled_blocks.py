@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from finetune_trainer.compile_cache import separate_compile_cache
 from finetune_trainer.strategies.fsdp_groups import transformer_blocks
 from finetune_trainer.strategies.strategy_protocol import expect
 
@@ -61,6 +62,7 @@ def compile_blocks(model: PreTrainedModel, args: TrainingArguments) -> CompiledB
     """Compile the transformer blocks of `model` in place, at their first call, if `args` ask for it."""
     if not args.torch_compile:
         return CompiledBlocks(())
+    separate_compile_cache()
     requested = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
     settings: dict[str, Any] = {name: value for name, value in requested.items() if value is not None}
     blocks = [block for block in transformer_blocks(model) if not isinstance(block, nn.Embedding)]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from finetune_trainer.compile_cache import separate_compile_cache
 from finetune_trainer.inference.optimization.rung_protocol import (
     NO_BF16,
     Batch,
@@ -113,6 +114,7 @@ class CompiledRung:
         """Compile with two batches of different sizes; NotAvailable with the compiler's message."""
         import torch
 
+        separate_compile_cache()
         compiled: Any = torch.compile(model, dynamic=True)
         try:
             with torch.inference_mode():
