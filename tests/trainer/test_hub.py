@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -106,16 +107,28 @@ from finetune_trainer import hub_revisions
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config, load_tokenizer
 from finetune_contract.trainer_job import TrainerJob
+from transformers import AutoModel
 
 hub_revisions.PROBE_SECONDS = 1.0  # the time that a test waits for a server that never answers
 try:
     job = TrainerJob(name="one", task="text-classification", model={"uri": sys.argv[1]})
     config, tokenizer = load_config(job), load_tokenizer(job)
+    AutoModel.from_pretrained(sys.argv[1][5:], revision=hub_revisions.commit_of(sys.argv[1][5:], "main"))
     print(json.dumps([config.model_type, len(tokenizer), hub_revisions.commit_of(sys.argv[1][5:], "main")]))
 except StageError as error:
     print(json.dumps([error.failure_class, error.reason]))
 """
 """Program that loads a model, in a process of its own."""
+
+
+OFFLINE = """
+import sys
+from finetune_trainer.hub_revisions import commit_of
+from huggingface_hub import is_offline_mode
+
+commit_of(sys.argv[1], "main")
+print(is_offline_mode())
+"""
 
 
 class Unavailable(ThreadingHTTPServer):
@@ -189,6 +202,25 @@ def test_cached_model_is_used_if_no_hub_answers(cached: tuple[Path, list[Any]], 
         found, log = load_from(f"http://127.0.0.1:{silent.getsockname()[1]}", cache)
     assert found == expected
     assert log.count("cannot be reached") == 1
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_only_a_model_with_its_weights_is_used_without_the_hub(
+    cached: tuple[Path, list[Any]], tmp_path: Path, whole: bool
+) -> None:
+    cache = tmp_path / "cache"
+    shutil.copytree(cached[0], cache, symlinks=True)
+    (weights,) = cache.glob("hub/models--*/snapshots/*/model.safetensors")
+    if not whole:
+        weights.unlink()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{closed.getsockname()[1]}", "HF_HOME": str(cache)}
+        run = [sys.executable, "-c", OFFLINE, NAME]
+        done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=patient(120))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == str(whole)
 
 
 def test_unreachable_hub_fails_the_model_that_is_not_cached(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ cache has the model, nothing else is requested.
 
 from __future__ import annotations
 
+import json
 import logging
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,8 @@ log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 10.0
 """Time in which a reachable Hub answers: that of the Hub's client for the facts of a file (HF_HUB_ETAG_TIMEOUT)."""
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""Names of files with weights, in the order in which transformers looks for them."""
 _BUSY, _DOWN = 429, 500
 """HTTP status of too many requests, and the lowest one of a server that fails; by others the Hub has answered."""
 _known: dict[tuple[str, str], str] = {}
@@ -54,20 +57,35 @@ def _resolved(repository: str, revision: str) -> str | None:
 
 
 def _cached_commit(repository: str, revision: str) -> str | None:
-    """Return the commit of a revision of which the cache has a config."""
+    """Return the commit of a revision of which the cache has config and weights; a download may have been cut off."""
     from huggingface_hub import HfApi
 
     try:
         commit: str = HfApi().resolve_revision(repository, revision=revision, local_files_only=True).resolved
     except Exception:  # the client has no common base for "not cached", "no such name" and a broken cache
         return None
-    return None if _config(repository, commit) is None else commit
+    return commit if _config(repository, commit) is not None and _has_weights(repository, commit) else None
 
 
 def _config(repository: str, commit: str) -> Path | None:
+    return _cached(repository, commit, "config.json")
+
+
+def _has_weights(repository: str, commit: str) -> bool:
+    """Return whether the cache has a file with all weights, or each file that an index lists."""
+    for whole in _WEIGHTS:
+        if _cached(repository, commit, whole) is not None:
+            return True
+        if (index := _cached(repository, commit, f"{whole}.index.json")) is not None:
+            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            return all(_cached(repository, commit, file) is not None for file in files)
+    return False
+
+
+def _cached(repository: str, commit: str, file: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repository, "config.json", revision=commit)
+    found = try_to_load_from_cache(repository, file, revision=commit)
     return Path(found) if isinstance(found, str) else None
 
 

@@ -31,7 +31,7 @@ from finetune_trainer.models import refuse_long_answers, resolve_model, truncati
 from finetune_trainer.tasks.row_checks import is_list, is_text
 from finetune_trainer.tasks.task_protocol import TaskModule
 from finetune_trainer.tasks.task_registry import task_of
-from finetune_trainer.uris import Uri
+from finetune_trainer.uris import Uri, hub_name
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -149,15 +149,16 @@ class _Model:
 
 def _model_files(job: TrainerJob) -> tuple[Path | None, Path | None]:
     """Return `config.json` and `tokenizer.json`, where they are on this machine."""
-    scheme = Uri.parse(job.model.uri, "model.uri").scheme
-    if scheme not in ("file", "pkg", "hf"):
+    parsed = Uri.parse(job.model.uri, "model.uri")
+    if parsed.scheme not in ("file", "pkg", "hf"):
         return None, None
-    name, _ = resolve_model(job.model.uri, job.model.revision)
-    if scheme != "hf":
+    if parsed.scheme != "hf":
+        name, _ = resolve_model(job.model.uri, job.model.revision)
         whole = Path(name) / "tokenizer.json"
         return Path(name) / "config.json", whole if whole.is_file() else None
     from huggingface_hub import try_to_load_from_cache
 
+    name = hub_name(parsed.rest.rstrip("/"), parsed, "model.uri")  # without a request to the Hub
     kept = [try_to_load_from_cache(name, file, revision=job.model.revision) for file in _MODEL_FILES]
     config, tokenizer = (Path(each) if isinstance(each, str) else None for each in kept)
     return config, tokenizer
