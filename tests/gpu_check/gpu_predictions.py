@@ -125,9 +125,9 @@ def main(name: str, folder: Path, batch_tokens: int) -> None:
     result = stage.predict(job, paths, NoProgress())
     figures: dict[str, Any] = {"s with loading": perf_counter() - began}
     if "optimization" in result:
-        measured = json.loads(paths.metrics.read_text(encoding="utf-8"))["predict"]
-        figures |= {"chosen": measured["optimization"], "reason": measured["reason"]}
-        for rung in RungTable.model_validate_json(paths.optimization.read_bytes()).rungs:
+        table = RungTable.model_validate_json(paths.optimization.read_bytes())
+        figures |= {"chosen": result["optimization"], "reason": table.reason}
+        for rung in table.rungs:
             rate = rung.rows_per_second
             figures[rung.name] = rung.why if rate is None else f"{rate:.1f} rows/s, {rung.why}"
     figures["labels"] = [row["label"] for row in predictions(paths)]

@@ -13,9 +13,9 @@ import platform
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from finetune_trainer.processor_facts import instructions, processor_facts
+
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-_FLAGS = ("flags", "Features")
-"""Lines of /proc/cpuinfo with the instructions of a processor: of x86, of Arm."""
 
 
 def separate_compile_cache(
@@ -27,11 +27,7 @@ def separate_compile_cache(
     import torch
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    try:
-        lines = processor.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    found = next((line for line in lines if line.startswith(_FLAGS)), platform.machine())
+    found = " ".join(sorted(instructions(processor_facts(processor.read_text)))) or platform.machine()
     used = torch.backends.cpu.get_cpu_capability()  # ATEN_CPU_CAPABILITY may disable some of them
     name = f"cpu-{used.replace(' ', '-').lower()}-{hashlib.sha256(found.encode()).hexdigest()[:12]}"
     folder = Path(environment.get(_VARIABLE) or default_cache_dir())

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 10.0
 """Time in which a reachable Hub answers: that of the Hub's client for the facts of a file (HF_HUB_ETAG_TIMEOUT)."""
+_CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Names of files with weights, in the order in which transformers looks for them."""
 _BUSY, _DOWN = 429, 500
@@ -64,11 +65,7 @@ def _cached_commit(repository: str, revision: str) -> str | None:
         commit: str = HfApi().resolve_revision(repository, revision=revision, local_files_only=True).resolved
     except Exception:  # the client has no common base for "not cached", "no such name" and a broken cache
         return None
-    return commit if _config(repository, commit) is not None and _has_weights(repository, commit) else None
-
-
-def _config(repository: str, commit: str) -> Path | None:
-    return _cached(repository, commit, "config.json")
+    return commit if _cached(repository, commit, _CONFIG) is not None and _has_weights(repository, commit) else None
 
 
 def _has_weights(repository: str, commit: str) -> bool:
@@ -77,7 +74,10 @@ def _has_weights(repository: str, commit: str) -> bool:
         if _cached(repository, commit, whole) is not None:
             return True
         if (index := _cached(repository, commit, f"{whole}.index.json")) is not None:
-            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            try:
+                files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                return False  # loading reports it
             return all(_cached(repository, commit, file) is not None for file in files)
     return False
 
@@ -106,11 +106,13 @@ def _unreachable(repository: str, revision: str) -> str | None:
 def _use_the_cache(repository: str, revision: str, commit: str, why: str) -> None:
     from huggingface_hub import constants
 
-    config = _config(repository, commit)
-    since = "" if config is None else f", cached {datetime.fromtimestamp(config.lstat().st_mtime, UTC):%Y-%m-%d %H:%M}"
+    config = _cached(repository, commit, _CONFIG)
+    assert config is not None, "a cached commit has a config"
+    since = datetime.fromtimestamp(config.lstat().st_mtime, UTC)
     log.warning(
-        "The Hub (%s) cannot be reached (%s). The cached model %s is used: revision %s as of commit %s%s UTC; nothing "
-        "else is requested from the Hub.", constants.ENDPOINT, why, repository, revision, commit, since,
+        "The Hub (%s) cannot be reached (%s). The cached model %s is used: revision %s as of commit %s, cached %s UTC; "
+        "nothing else is requested from the Hub.",
+        constants.ENDPOINT, why, repository, revision, commit, f"{since:%Y-%m-%d %H:%M}",
     )  # fmt: skip
     # Read by the Hub's client at each request, and by transformers.
     constants.HF_HUB_OFFLINE = True

@@ -18,6 +18,7 @@ from finetune_contract.plans import COUNTED_FAMILIES
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config, position_limit, resolve_model, stored_bytes
+from finetune_trainer.processor_facts import instructions, processor_facts
 from finetune_trainer.tasks.task_registry import task_module
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ def hardware_facts() -> HardwareFacts:
         memory_bytes=usable_memory_bytes(),
         gpus_per_node=count,
         gpu=gpu,
-        cpu_bf16=bool(_BF16_FLAGS & _cpu_flags()),
+        cpu_bf16=bool(_BF16_FLAGS & instructions(processor_facts())),
     )
 
 
@@ -250,10 +251,3 @@ def _text(path: Path) -> str | None:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
         return None
-
-
-def _cpu_flags() -> frozenset[str]:
-    for line in (_text(Path("/proc/cpuinfo")) or "").splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.partition(":")[2].split())
-    return frozenset()

@@ -97,8 +97,8 @@ def resolve_model(
 def pinned(job: TrainerJob) -> tuple[TrainerJob, str | None]:
     """Return the job with the current commit of its Hub model in place of a branch or tag, and that commit.
 
-    A branch may move while a job runs; a commit does not. The
-    job is unchanged for other models and when the Hub gives no commit: loading then reports the error.
+    A branch may move while a job runs; a commit does not. The job is unchanged for other models and when the Hub gives
+    no commit: loading then reports the error.
     """
     if Uri.parse(job.model.uri, _FIELD).scheme != "hf":
         return job, None

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
+from finetune_trainer.processor_facts import instructions, processor_facts
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -63,12 +65,8 @@ class Machine:
 
         ATEN_CPU_CAPABILITY=avx2 disables the wider units, as it does in torch.
         """
-        try:
-            lines = read().splitlines()
-        except OSError:
-            lines = []
-        facts = dict(_pair(line) for line in reversed(lines) if ":" in line)
-        flags = set(facts.get("flags", facts.get("Features", "")).split())
+        facts = processor_facts(read)
+        flags = instructions(facts)
         wide = os.environ.get("ATEN_CPU_CAPABILITY", "").lower() not in ("default", "avx2")
         return cls(
             cpu=facts.get("model name", platform.machine()),
@@ -91,11 +89,6 @@ def extremes(batches: Sequence[Batch]) -> tuple[Batch, Batch]:
         return int(batch["input_ids"].numel())
 
     return min(batches, key=tokens), max(batches, key=tokens)
-
-
-def _pair(line: str) -> tuple[str, str]:
-    name, _, value = line.partition(":")
-    return name.strip(), value.strip()
 
 
 class ForwardPass(Protocol):
