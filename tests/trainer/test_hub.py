@@ -204,15 +204,17 @@ def test_cached_model_is_used_if_no_hub_answers(cached: tuple[Path, list[Any]], 
     assert log.count("cannot be reached") == 1
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(("index", "whole"), [(None, True), (None, False), ('{"weight_map": []}', False), ("{", False)])
 def test_only_a_model_with_its_weights_is_used_without_the_hub(
-    cached: tuple[Path, list[Any]], tmp_path: Path, whole: bool
+    cached: tuple[Path, list[Any]], tmp_path: Path, index: str | None, whole: bool
 ) -> None:
     cache = tmp_path / "cache"
     shutil.copytree(cached[0], cache, symlinks=True)
     (weights,) = cache.glob("hub/models--*/snapshots/*/model.safetensors")
     if not whole:
         weights.unlink()
+    if index is not None:
+        weights.with_name("model.safetensors.index.json").write_text(index, encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))

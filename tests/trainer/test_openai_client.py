@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from finetune_contract.layout import JobPaths
+from finetune_contract.layout import METRICS_PATH, REQUESTS_METRIC, JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
-from trainer_support.served import Served, served
+from trainer_support.served import Served, never_ending, served
 from trainer_support.tasks import write_decoder
 
 TOKEN = "secret"
@@ -22,6 +25,7 @@ NAME = "tiny"
 PROMPT = "the cat"
 MESSAGES: list[Any] = [{"role": "system", "content": "the cat"}, {"role": "user", "content": "sees a dog"}]
 QUEUE = 4
+LONGEST = 400
 
 
 @pytest.fixture(scope="module")
@@ -152,24 +156,57 @@ def test_other_model_is_not_found(client: openai.OpenAI) -> None:
     assert caught.value.param == "model"
 
 
-def test_full_queue_is_a_rate_limit_error(server: Served, client: openai.OpenAI) -> None:
+@contextmanager
+def full(server: Served) -> Iterator[None]:
+    """Keep the queue full while the block runs."""
     with server.held(*({"inputs": PROMPT} for _ in range(QUEUE))) as (entered, _):
         assert entered.wait(patient(60))
         wait_until(lambda: server.state.batcher.queued == QUEUE, "the queue is full")
-        with pytest.raises(openai.RateLimitError) as caught:
-            client.completions.create(model=NAME, prompt=PROMPT, max_tokens=2)
+        yield
+
+
+def refusals(server: Served) -> float:
+    """Return the number of completions that were refused with 429."""
+    families = text_string_to_metric_families(server.request(METRICS_PATH).content.decode())
+    samples = [sample for family in families for sample in family.samples]
+    wanted = {"path": "/v1/completions", "code": "429"}
+    return sum(
+        sample.value
+        for sample in samples
+        if sample.name == f"{REQUESTS_METRIC}_total" and wanted.items() <= sample.labels.items()
+    )
+
+
+def test_full_queue_is_a_rate_limit_error(server: Served, client: openai.OpenAI) -> None:
+    with full(server), pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(model=NAME, prompt=PROMPT, max_tokens=2)
 
     assert int(caught.value.response.headers["retry-after"]) >= 1
     assert caught.value.code == "rate_limit_exceeded"
-    found = client.with_options(max_retries=2).completions.create(model=NAME, prompt=PROMPT, max_tokens=2)
+
+
+def test_client_tries_again_after_a_full_queue(server: Served, client: openai.OpenAI) -> None:
+    patiently = client.with_options(max_retries=10)
+    before = refusals(server)
+    with ThreadPoolExecutor(1) as pool:
+        with full(server):
+            answer = pool.submit(patiently.completions.create, model=NAME, prompt=PROMPT, max_tokens=2)
+            wait_until(lambda: refusals(server) > before, "the client was refused")
+        found = answer.result(patient(60))
+
     assert found.choices[0].text
 
 
 def test_stream_that_a_client_closes_leaves_the_queue(server: Served, client: openai.OpenAI) -> None:
-    with client.completions.create(model=NAME, prompt=PROMPT, max_tokens=400, stream=True) as stream:
-        next(iter(stream))
+    written: list[int] = []
+    hook = server.state.engine.answerer.model.register_forward_hook(lambda *_: written.append(1))
+    with never_ending(server):
+        with client.completions.create(model=NAME, prompt=PROMPT, max_tokens=LONGEST, stream=True) as stream:
+            next(iter(stream))
+        wait_until(lambda: server.state.batcher.queued == 0, "the closed stream has left the queue")
+    hook.remove()
 
-    wait_until(lambda: server.state.batcher.queued == 0, "the closed stream has left the queue")
+    assert 0 < len(written) < LONGEST
 
 
 def test_asynchronous_requests_get_the_same_texts(server: Served, client: openai.OpenAI) -> None:

@@ -16,7 +16,7 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.serving.fair_lock import FairLock
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
-from trainer_support.served import Reply, Served, served
+from trainer_support.served import Reply, Served, biased, never_ending, served
 from trainer_support.tasks import write_decoder
 
 CONVERSATION = [{"role": "system", "content": "the cat"}, {"role": "user", "content": "sees a dog"}]
@@ -227,29 +227,6 @@ def test_neutral_fields_are_accepted(chatting: Served) -> None:
         reply.json["choices"]
         == chatting.request("/v1/chat/completions", {"messages": CONVERSATION, "max_tokens": 3}).json["choices"]
     )
-
-
-class biased:  # noqa: N801 (reads as a function)
-    """Raises the logit of a token in a server's model by `by`."""
-
-    def __init__(self, server: Served, token: int, by: float) -> None:
-        self._head = server.state.engine.answerer.model.get_output_embeddings()
-        self._token, self._by = token, by
-
-    def __enter__(self) -> None:
-        def changed(module: Any, given: Any, logits: Any) -> Any:
-            logits[..., self._token] += self._by
-            return logits
-
-        self._hook = self._head.register_forward_hook(changed)
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
-
-
-def never_ending(server: Served) -> biased:
-    """Keep the model from ending its texts by itself."""
-    return biased(server, 3, -100.0)
 
 
 def test_drawn_text_is_the_same_beside_others(chatting: Served) -> None:

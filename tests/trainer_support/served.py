@@ -127,3 +127,26 @@ def served(job: TrainerJob, paths: JobPaths, token: str | None = None, **seconds
         if batcher.failed is not None:
             raise batcher.failed
         yield server
+
+
+class biased:  # noqa: N801 (reads as a function)
+    """Raises the logit of a token in a server's model by `by`."""
+
+    def __init__(self, server: Served, token: int, by: float) -> None:
+        self._head = server.state.engine.answerer.model.get_output_embeddings()
+        self._token, self._by = token, by
+
+    def __enter__(self) -> None:
+        def changed(module: Any, given: Any, logits: Any) -> Any:
+            logits[..., self._token] += self._by
+            return logits
+
+        self._hook = self._head.register_forward_hook(changed)
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+
+def never_ending(server: Served) -> biased:
+    """Keep the model from ending its texts by itself."""
+    return biased(server, 3, -100.0)

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from finetune_command import finetune as run_finetune
+from finetune_contract.inference_settings import CPU_BATCH_TOKENS
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.cli.job_files import read_inputs
 from finetune_operator.cli.main import COMMANDS, load
@@ -528,3 +529,8 @@ def test_check_of_a_valid_job_builds_no_shapes_and_few_validators(tmp_path: Path
         "0",
         "AcceleratorSpec ColumnsSpec FineTuneJobSpec GenerationSpec ObjectMeta PreferenceSpec SplitsSpec",
     ], ran.stderr
+
+
+def test_help_of_serve_has_the_batch_of_plans_on_cpus():
+    (option,) = [each for each in load("serve").params if each.name == "batch_tokens"]
+    assert f"Default: {CPU_BATCH_TOKENS:,}." in option.help
