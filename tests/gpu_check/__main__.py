@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -56,11 +56,23 @@ def links(small: bool, longest: float, nodes: Nodes) -> Iterator[Result]:
     yield checked("links", "all-reduce", partial(gpu_links.all_reduce, processes, size, longest, nodes))
 
 
+def _inputs(group: str, write: Callable[[], None]) -> Iterator[Result]:
+    """Write a group's inputs; yield a result if that failed."""
+
+    def written() -> Mapping[str, Any]:
+        write()
+        return {}
+
+    result = checked(group, "inputs", written)
+    if result.outcome != "ok":
+        yield result
+
+
 def trainings(folder: Path, ways: Sequence[str], small: bool, ends: float, longest: float) -> Iterator[Result]:
     gpus = torch.cuda.device_count()
     memory = None if small else torch.cuda.get_device_properties(0).total_memory / gpu_facts.GIB
     size = gpu_jobs.size_of(memory)
-    gpu_jobs.write_inputs(folder, size)
+    yield from _inputs("trainings", partial(gpu_jobs.write_inputs, folder, size))
     reference = None
     for name in ways:
         left = ends - monotonic()
@@ -78,14 +90,14 @@ def baselines(folder: Path, small: bool, longest: float) -> Iterator[Result]:
     """Check the throughput of other training loops, on the inputs of the trainings."""
     gpus = torch.cuda.device_count()
     size = gpu_jobs.size_of(None if small else torch.cuda.get_device_properties(0).total_memory / gpu_facts.GIB)
-    gpu_jobs.write_inputs(folder, size)
+    yield from _inputs("baselines", partial(gpu_jobs.write_inputs, folder, size))
     for name in gpu_baselines.BASELINES:
         yield checked("baselines", name, partial(gpu_baselines.train, name, folder, size, gpus, longest))
 
 
 def predictions(folder: Path, small: bool, longest: float) -> Iterator[Result]:
     work = gpu_predictions.SMALL if small else gpu_predictions.LARGE
-    gpu_predictions.write_inputs(folder, work)
+    yield from _inputs("predictions", partial(gpu_predictions.write_inputs, folder, work))
     for name in gpu_predictions.MODES:
         yield checked("predictions", name, partial(gpu_predictions.predict, name, folder, work, longest))
 

@@ -5,6 +5,7 @@ strategies beside those of the first.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -41,7 +42,7 @@ class Size:
 
 SMALL = Size(width=64, layers=2, vocabulary=512, length=32, rows=2, steps=6)
 BY_MEMORY = (
-    (70, Size(width=2048, layers=24, vocabulary=32_000, length=1024, rows=4)),
+    (70, Size(width=2048, layers=12, vocabulary=32_000, length=1024, rows=8, steps=24)),
     (20, Size(width=2048, layers=8, vocabulary=32_000, length=1024, rows=2)),
     (0, Size(width=1024, layers=8, vocabulary=32_000, length=512, rows=2)),
 )
@@ -186,8 +187,10 @@ def train(
     run = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     if run.returncode:
         raise RuntimeError((run.stderr.strip() or run.stdout.strip())[-500:].replace("\n", " "))
-    figures = figures_of(folder / "runs" / content["metadata"]["name"], size)
-    plan = json.loads((folder / "runs" / content["metadata"]["name"] / "plan.json").read_text(encoding="utf-8"))
+    root = folder / "runs" / content["metadata"]["name"]
+    figures = figures_of(root, size)
+    plan = json.loads((root / "plan.json").read_text(encoding="utf-8"))
+    shutil.rmtree(root / "model")  # gigabytes for each way
     estimate = (plan.get("estimate") or {}).get("seconds")
     figures["planned GiB"] = plan["memory"]["totalBytes"] / 2**30
     figures["planned s a step"] = estimate / size.steps if estimate else "none"

@@ -15,8 +15,10 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -31,6 +33,10 @@ from finetune_trainer.jobs import read_job, world_of
 
 _DEFAULT_PORT = 29400
 _POLL_SECONDS = 1.0
+_TIME_TO_END = "shutdown_timeout"
+"""Field of torch's LaunchConfig; 2.11 has none."""
+_OLDER_TORCH_GRACE = 30
+"""Seconds that torch without that field waits."""
 
 
 class AgentReport(Message):
@@ -198,10 +204,23 @@ def _launch(arguments: argparse.Namespace) -> None:
         rdzv_endpoint=rendezvous.endpoint,
         rdzv_configs=settings,
         max_restarts=0,
-        shutdown_timeout=arguments.grace,
         logs_specs=DefaultLogsSpecs(log_dir=str(arguments.logs)),
+        **_time_to_end(LaunchConfig, arguments.grace),
     )
     launch_agent(config, sys.executable, arguments.program)
+
+
+def _time_to_end(config: type[Any], grace: int) -> dict[str, int]:
+    """Return the argument of torch's `config` for the seconds between SIGTERM and SIGKILL, if this torch has one."""
+    if _TIME_TO_END in {field.name for field in fields(config)}:
+        return {_TIME_TO_END: grace}
+    if grace > _OLDER_TORCH_GRACE:
+        print(
+            f"torch {version('torch')} kills processes {_OLDER_TORCH_GRACE} s after SIGTERM, not {grace} s: a checkpoint "
+            "that takes longer to save is lost. Newer versions wait.",
+            file=sys.stderr,
+        )
+    return {}
 
 
 def _write_report(path: Path, report: AgentReport, code: int) -> int:
