@@ -118,13 +118,15 @@ def write_inputs(folder: Path, size: Size) -> None:
 
 
 def job(name: str, folder: Path, size: Size, gpus: int, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the job of a way to train; all of a size have the same rows in each step."""
+    """Return the job of a way to train; all of a size have the same rows in each step. `gpus`: those of the machine, 0
+    without.
+    """
     model: dict[str, Any] = {"uri": f"file://{(folder / 'model').resolve()}"}
     if "adapter" in fields:
         model["adapter"] = fields["adapter"]
     training: dict[str, Any] = {
         "maxSteps": size.steps,
-        "globalBatchSize": size.rows * gpus,
+        "globalBatchSize": size.rows * max(gpus, 1),
         "learningRate": 1e-4,
         "scheduler": "linear",
         "warmupSteps": 0,
@@ -143,6 +145,7 @@ def job(name: str, folder: Path, size: Size, gpus: int, fields: Mapping[str, Any
             "preparation": {"maxLength": size.length, "packing": "always"},
             "training": training,
             "parallelism": fields["parallelism"],
+            "resources": {"gpusPerNode": gpus},
             "checkpoints": {"every": {"steps": size.steps}},
         },
     }
@@ -180,7 +183,7 @@ def train(
         raise SkippedError("needs a GPU")
     if name == "Liger" and find_spec("liger_kernel") is None:
         raise SkippedError("liger-kernel is not installed (finetune-trainer[liger])")
-    content = job(name, folder, size, max(gpus, 1), fields)
+    content = job(name, folder, size, gpus, fields)
     file = folder / f"{content['metadata']['name']}.yaml"
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
     command = [FINETUNE, "run", str(file), "--workspace", str(folder / "runs"), "--restart"]
@@ -191,9 +194,12 @@ def train(
     figures = figures_of(root, size)
     plan = json.loads((root / "plan.json").read_text(encoding="utf-8"))
     shutil.rmtree(root / "model")  # gigabytes for each way
-    estimate = (plan.get("estimate") or {}).get("seconds")
+    device = plan["trainer"]["training"]["world"]["device"]
+    if device != ("cuda" if gpus else "cpu"):
+        raise RuntimeError(f"the training ran on {device}")
+    estimate = (plan.get("estimate") or {}).get("stepSeconds")
     figures["planned GiB"] = plan["memory"]["totalBytes"] / 2**30
-    figures["planned s a step"] = estimate / size.steps if estimate else "none"
+    figures["planned s a step"] = estimate or "none"
     if reference is not None and name in SAME_LOSSES:
         off = max(abs(mine / theirs - 1) for mine, theirs in zip(figures["losses"], reference, strict=True))
         figures["largest difference of losses"] = off

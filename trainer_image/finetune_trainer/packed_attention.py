@@ -18,6 +18,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 _SDPA = "sdpa"
 """Name of fused attention in transformers."""
+_SHARED_KEYS = "enable_gqa"
+"""Argument of `varlen_attn`; torch 2.11 has none, and passes such keys to the kernel, which takes them, unchecked."""
 _LARGEST_HEAD, _LARGEST_HEAD_OF_SMALL_CHIPS = 256, 192
 """Widest heads that flash attention has a backward pass for; the chips of workstations have less memory inside."""
 _LARGE_CHIPS = ((8, 0), (9, 0), (10, 0), (10, 3))
@@ -257,7 +260,7 @@ def _by_one_call(
             longest,
             scale=scale,
             window_size=(seen, 0),
-            enable_gqa=shared,
+            **({_SHARED_KEYS: shared} if _SHARED_KEYS in signature(varlen_attn).parameters else {}),
         )
     return made  # type: ignore[no-any-return]
 
