@@ -19,7 +19,11 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -36,6 +40,7 @@ from gpu_check import (
     gpu_spread,
     several_nodes,
 )
+from gpu_check.gpu_jobs import Size
 from gpu_check.gpu_report import Result, checked, write_report
 from gpu_check.several_nodes import Nodes
 
@@ -44,10 +49,23 @@ LONGEST = 300.0
 """Seconds of one check; the first of a training go to loading libraries and compiling DeepSpeed's operators."""
 
 
+def _alone() -> ProcessPoolExecutor:
+    """Return an executor with a process of its own, whose memory on a GPU ends with it.
+
+    A training measures what its GPU has in use, and would count that of this process.
+    """
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+
+
 def kernels(small: bool) -> Iterator[Result]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for name, check in gpu_kernels.KERNELS.items():
-        yield checked("kernels", name, partial(check, device, small))
+    with ExitStack() as stack:
+        process = stack.enter_context(_alone())
+        for name in gpu_kernels.KERNELS:
+            yield checked("kernels", name, process.submit(gpu_kernels.run, name, small).result)
+            try:
+                process.submit(int).result()
+            except BrokenProcessPool:
+                process = stack.enter_context(_alone())
 
 
 def links(small: bool, longest: float, nodes: Nodes) -> Iterator[Result]:
@@ -68,10 +86,8 @@ def _inputs(group: str, write: Callable[[], None]) -> Iterator[Result]:
         yield result
 
 
-def trainings(folder: Path, ways: Sequence[str], small: bool, ends: float, longest: float) -> Iterator[Result]:
+def trainings(folder: Path, ways: Sequence[str], size: Size, ends: float, longest: float) -> Iterator[Result]:
     gpus = torch.cuda.device_count()
-    memory = None if small else torch.cuda.get_device_properties(0).total_memory / gpu_facts.GIB
-    size = gpu_jobs.size_of(memory)
     yield from _inputs("trainings", partial(gpu_jobs.write_inputs, folder, size))
     reference = None
     for name in ways:
@@ -86,10 +102,9 @@ def trainings(folder: Path, ways: Sequence[str], small: bool, ends: float, longe
         yield result
 
 
-def baselines(folder: Path, small: bool, longest: float) -> Iterator[Result]:
+def baselines(folder: Path, size: Size, longest: float) -> Iterator[Result]:
     """Check the throughput of other training loops, on the inputs of the trainings."""
     gpus = torch.cuda.device_count()
-    size = gpu_jobs.size_of(None if small else torch.cuda.get_device_properties(0).total_memory / gpu_facts.GIB)
     yield from _inputs("baselines", partial(gpu_jobs.write_inputs, folder, size))
     for name in gpu_baselines.BASELINES:
         yield checked("baselines", name, partial(gpu_baselines.train, name, folder, size, gpus, longest))
@@ -102,9 +117,8 @@ def predictions(folder: Path, small: bool, longest: float) -> Iterator[Result]:
         yield checked("predictions", name, partial(gpu_predictions.predict, name, folder, work, longest))
 
 
-def over_nodes(folder: Path, small: bool, longest: float, nodes: Nodes) -> Iterator[Result]:
-    memory = None if small else torch.cuda.get_device_properties(0).total_memory / gpu_facts.GIB
-    size, processes = gpu_jobs.size_of(memory), torch.cuda.device_count() or 1
+def over_nodes(folder: Path, size: Size, longest: float, nodes: Nodes) -> Iterator[Result]:
+    processes = torch.cuda.device_count() or 1
     for name in gpu_spread.SPREAD:
         run = partial(gpu_spread.train_on_nodes, name, folder, size, processes, nodes, longest)
         yield checked("trainings", name, run)
@@ -112,7 +126,8 @@ def over_nodes(folder: Path, small: bool, longest: float, nodes: Nodes) -> Itera
 
 def machines(folder: Path, nodes: Nodes, longest: float) -> dict[str, Any]:
     """Return the facts of this machine, and on the first of several nodes which others differ."""
-    found = gpu_facts.facts()
+    with _alone() as process:
+        found = process.submit(gpu_facts.facts).result()
     if nodes.count == 1:
         return found
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,13 +138,13 @@ def machines(folder: Path, nodes: Nodes, longest: float) -> dict[str, Any]:
     return {**found, "nodes": several_nodes.together(texts, nodes.count)}
 
 
-def _all_trainings(options: argparse.Namespace, ends: float, nodes: Nodes) -> Iterator[Result]:
+def _all_trainings(options: argparse.Namespace, size: Size, ends: float, nodes: Nodes) -> Iterator[Result]:
     if nodes.first:
-        yield from trainings(options.out, options.ways, options.small, ends, options.seconds)
+        yield from trainings(options.out, options.ways, size, ends, options.seconds)
     if nodes.count > 1:
         # Others wait for the first node, which trains by itself before.
         longest = options.seconds if nodes.first else 60 * options.minutes + options.seconds
-        yield from over_nodes(options.out, options.small, longest, nodes)
+        yield from over_nodes(options.out, size, longest, nodes)
 
 
 def main() -> int:
@@ -154,12 +169,13 @@ def main() -> int:
     ends = monotonic() + 60 * options.minutes
     machine = machines(options.out, nodes, options.seconds)
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    size = gpu_jobs.size_of(None if small else min(machine[gpu_facts.MEMORY]))
     groups = {
         "kernels": kernels(small) if nodes.first else iter(()),
         "links": links(small, options.seconds, nodes),
         "predictions": predictions(options.out, small, options.seconds) if nodes.first else iter(()),
-        "baselines": baselines(options.out, small, options.seconds) if nodes.first else iter(()),
-        "trainings": _all_trainings(options, ends, nodes),
+        "baselines": baselines(options.out, size, options.seconds) if nodes.first else iter(()),
+        "trainings": _all_trainings(options, size, ends, nodes),
     }
     results: list[Result] = []
     for group in options.only:

@@ -13,6 +13,8 @@ from finetune_operator.planning.devices import find_gpu
 
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "peft", "bitsandbytes", "torchao", "liger-kernel")
 GIB = 1 << 30
+MEMORY = "memory, GiB"
+"""Fact with the memory of each GPU."""
 
 
 def facts() -> dict[str, Any]:
@@ -30,7 +32,7 @@ def facts() -> dict[str, Any]:
         return found
     all_of_them = [torch.cuda.get_device_properties(each) for each in range(count)]
     found["names"] = sorted({each.name for each in all_of_them})
-    found["memory, GiB"] = [each.total_memory / GIB for each in all_of_them]
+    found[MEMORY] = [each.total_memory / GIB for each in all_of_them]
     found["compute capability"] = sorted({f"{each.major}.{each.minor}" for each in all_of_them})
     found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "RCCL"  # type: ignore[no-untyped-call]
     peers = [torch.cuda.can_device_access_peer(0, other) for other in range(1, count)]

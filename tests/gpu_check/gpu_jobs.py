@@ -42,7 +42,7 @@ class Size:
 
 SMALL = Size(width=64, layers=2, vocabulary=512, length=32, rows=2, steps=6)
 BY_MEMORY = (
-    (70, Size(width=2048, layers=12, vocabulary=32_000, length=1024, rows=8, steps=24)),
+    (70, Size(width=2048, layers=4, vocabulary=32_000, length=1024, rows=8, steps=24)),
     (20, Size(width=2048, layers=8, vocabulary=32_000, length=1024, rows=2)),
     (0, Size(width=1024, layers=8, vocabulary=32_000, length=512, rows=2)),
 )
@@ -187,6 +187,7 @@ def train(
     file = folder / f"{content['metadata']['name']}.yaml"
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
     command = [FINETUNE, "run", str(file), "--workspace", str(folder / "runs"), "--restart"]
+    command += ["--stage", "prepare", "--stage", "train"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     if run.returncode:
         raise RuntimeError((run.stderr.strip() or run.stdout.strip())[-500:].replace("\n", " "))
