@@ -52,7 +52,7 @@ LONGEST = 300.0
 def _alone() -> ProcessPoolExecutor:
     """Return an executor with a process of its own, whose memory on a GPU ends with it.
 
-    A training measures what its GPU has in use, and would count that of this process.
+    A training measures the memory of its GPU that is in use, and would count that of this process.
     """
     return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
 

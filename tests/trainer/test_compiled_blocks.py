@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from finetune_trainer.failures import StageError
-from finetune_trainer.training.compiled_blocks import CompiledBlocks, compile_blocks
+from finetune_trainer.training import compiled_blocks
+from finetune_trainer.training.compiled_blocks import CompiledBlocks, compile_blocks, with_working_compiler
 from process_support.sliced import decoder
 
 LENGTHS = (7, 7, 9, 12, 5)
@@ -51,3 +52,26 @@ def test_blocks_are_compiled_as_requested_only():
         none.assert_in_effect("single", requested=True)
     with pytest.raises(StageError, match="and 0 blocks are compiled"):
         CompiledBlocks(tuple(model.model.layers)).assert_in_effect("single", requested=True)
+
+
+def broken(graph: Any, inputs: Any) -> Any:
+    raise RuntimeError("this backend compiles nothing")
+
+
+def test_function_that_cannot_be_compiled_runs_as_it_is_by_plan_only(bench, monkeypatch, caplog):
+    monkeypatch.setattr(compiled_blocks, "_why_not_compiled", lambda device: "")
+    torch._dynamo.reset()
+    plain, requested, planned = (decoder("llama", num_hidden_layers=2, use_cache=False).train() for _ in range(3))
+    compile_blocks(requested, arguments(torch_compile_backend=broken))
+    with pytest.raises(Exception, match="this backend compiles nothing"):
+        gradients(requested, 7)
+    torch._dynamo.reset()
+    torch._dynamo.utils.clear_compilation_metrics()
+    training = bench.with_training(arguments={"torch_compile": True}, compiles_by_plan=True).job.training
+    with torch._dynamo.config.patch(suppress_errors=False):
+        assert with_working_compiler(training) == training
+        blocks = compile_blocks(planned, arguments(torch_compile_backend=broken))
+        for mine, expected in zip(gradients(planned, 7), gradients(plain, 7), strict=True):
+            torch.testing.assert_close(mine, expected)
+    assert blocks.figures()["failed_compilations"] >= 1  # then torch tries the functions that it calls
+    assert "which ran uncompiled" in caplog.text

@@ -13,9 +13,11 @@ from typing import Any, cast
 import pytest
 
 from finetune_contract.facts import DeviceFacts
+from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_contract.measured_devices import MeasuredDevices
 from finetune_contract.trainer_job import MOST_SAVING, CheckpointSchedule, EarlyStopping, Strategy
+from finetune_trainer.checkpoints import identity
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.failures import StageError
 from finetune_trainer.reporting import merge_metrics
@@ -418,6 +420,38 @@ def test_compiled_blocks_train_the_same_and_are_reported(here):
     plain = here.with_training(max_steps=2, checkpoints=schedule.model_copy(update={"resume": False}))
     plain.train_here()
     assert losses == pytest.approx(plain.losses(), rel=1e-5)
+
+
+def test_compilation_by_plan_needs_a_compiler_that_works(here, tmp_path: Path):
+    compiled = {"torch_compile": True}
+    without = {"CXX": "/nonexistent/c++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    schedule = CheckpointSchedule(every_steps=1, keep=1, resume=False)
+    run = here.with_training(max_steps=2, arguments=compiled, checkpoints=schedule, compiles_by_plan=True)
+    ended = run.end(run.start(Stage.TRAIN, processes=1, environment=without))
+    assert ended.exit_code == 0, ended.output
+    assert "torch.compile is off, as it fails on 1 processes: InductorError: InvalidCxxCompiler" in ended.output
+    assert "compilations" not in json.loads(run.paths.metrics.read_text(encoding="utf-8"))["train"]
+    losses = run.losses()
+    here.with_training(max_steps=2, checkpoints=schedule).train_here()
+    assert losses == pytest.approx(here.losses(), rel=1e-5)
+
+
+def test_compilation_by_plan_compiles_and_resumes_without(here):
+    import torch
+
+    torch._dynamo.reset()  # compiled by an earlier test
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    schedule = CheckpointSchedule(every_steps=1, keep=1)
+    run = here.with_training(max_steps=2, arguments=compiled, checkpoints=schedule, compiles_by_plan=True)
+    with torch._dynamo.config.patch(suppress_errors=False):
+        run.train_here()
+        assert torch._dynamo.config.suppress_errors
+    assert json.loads(run.paths.metrics.read_text(encoding="utf-8"))["train"]["compilations"] >= 1
+    further = here.with_training(max_steps=3, checkpoints=schedule)
+    fingerprint = "f"
+    assert identity(run.job, fingerprint) | {"max_steps": 3} == identity(further.job, fingerprint)
+    requested = run.with_training(compiles_by_plan=False)
+    assert identity(requested.job, fingerprint) != identity(run.job, fingerprint)
 
 
 def test_a_setting_that_a_library_passes_over_in_silence_fails_the_stage(here, monkeypatch):

@@ -582,25 +582,30 @@ def test_fp8_is_estimated_faster_than_bf16_only_when_compiled():
 
     compiled = {"torch_compile": True}
     assert 0.8 < seconds("fp8", **compiled) / seconds("bf16", **compiled) < 1.0
-    assert 1.3 < seconds("fp8") / seconds("bf16") < 1.6
+    plain = {"torch_compile": False}
+    assert 1.3 < seconds("fp8", **plain) / seconds("bf16", **plain) < 1.6
 
 
 FSDP_FULL = {"strategy": "fsdp", "activationCheckpointing": "full"}
 
 
-def compile_advice(**changes: Any) -> list[str]:
-    """Return the plan's reasons on torch.compile for a decoder on 8 GPUs, with these changes of the spec."""
+def decoder_plan(**changes: Any) -> JobPlan:
+    """Return the plan of a decoder's training on 4 GPUs, with these changes of the spec."""
     training = {"precision": "bf16", "globalBatchSize": 64, "maxSteps": 5000, **changes.pop("training", {})}
-    hardware = changes.pop("hardware", EIGHT_H100)
     spec = {**SEQUENCE, "training": training, "parallelism": FSDP_FULL, "resources": {"gpusPerNode": 4}, **changes}
-    made = planned(spec, hardware=hardware, model=gpt(4096, 32, 32), data=None)
-    return [reason for reason in made.reasons if "torch.compile is off" in reason]
+    return planned(spec, hardware=EIGHT_H100, model=gpt(4096, 32, 32), data=None)
 
 
-def test_plan_names_the_time_that_torch_compile_would_save():
-    (reason,) = compile_advice()
-    assert re.search(r"torch_compile: true would take [\d.]+ m?s a step instead of [\d.]+ m?s, .* less in all", reason)
-    assert "it has not been tried on a GPU" in reason
+def test_decoder_is_compiled_where_the_plan_expects_a_gain_and_may_fail():
+    made = decoder_plan()
+    training = made.trainer.training
+    assert training.compiles_by_plan
+    assert training.arguments == {"torch_compile": True}
+    (reason,) = (each for each in made.reasons if each.startswith("torch.compile"))
+    assert re.search(r"is on: by the estimate a step takes [\d.]+ m?s instead of [\d.]+ m?s, .* less in all", reason)
+    declined = decoder_plan(training={"arguments": {"torch_compile": False}})
+    assert made.estimate.step_seconds < 0.95 * declined.estimate.step_seconds
+    assert made.memory.total_bytes <= made.memory.capacity_bytes
 
 
 @pytest.mark.parametrize(
@@ -611,10 +616,23 @@ def test_plan_names_the_time_that_torch_compile_would_save():
         pytest.param({"training": {"precision": "fp32"}}, id="fp32"),
         pytest.param({"training": {"maxSteps": 10}}, id="too few steps to win its time back"),
         pytest.param({"parallelism": {"strategy": "ddp", "tensor": 4}}, id="split layers"),
+        pytest.param({"parallelism": {"strategy": "deepspeed", "zeroStage": 3}}, id="weights gathered in blocks"),
+        pytest.param({"model": {"uri": "hf://a/b", "adapter": {"method": "qlora"}}}, id="weights in 4 bits"),
     ],
 )
-def test_plan_gives_no_advice_where_compilation_is_decided_or_wins_nothing(changes):
-    assert compile_advice(**changes) == []
+def test_plan_adds_no_compilation_where_it_is_decided_or_wins_nothing(changes):
+    training = decoder_plan(**changes).trainer.training
+    assert not training.compiles_by_plan
+    assert training.arguments == changes.get("training", {}).get("arguments", {})
+
+
+def test_packs_of_a_compiled_training_have_masks_in_the_plan():
+    packed = {"preparation": {"packing": "always"}}
+    (found,) = (each for each in decoder_plan(**packed).reasons if each.startswith("packed rows"))
+    assert "with a mask" in found
+    declined = decoder_plan(**packed, training={"arguments": {"torch_compile": False}})
+    (found,) = (each for each in declined.reasons if each.startswith("packed rows"))
+    assert "without a mask" in found
 
 
 # ---------------------------------------------------------------------------------------------------------------- batch

@@ -26,6 +26,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from finetune_contract.arguments import COMPILATION
 from finetune_contract.contract_models import Message
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import TrainerJob
@@ -114,12 +115,14 @@ class CheckpointPart:
 def identity(job: TrainerJob, fingerprint: str) -> dict[str, Any]:
     """Return the settings that decide the course of training, flat.
 
-    Left out are the distribution of the work (strategy, world, micro-batch, checkpointing), so that a run resumes after
-    its memory was adapted or its node was lost, and the trackers that it reports to.
+    Left out are the distribution of the work (strategy, world, micro-batch, checkpointing) and the plan's own choice of
+    torch.compile, so that a run resumes after its memory was adapted or its node was lost, and the trackers that it
+    reports to.
     """
     assert job.training is not None
-    spread = {"strategy", "world", "checkpoints", "batch"}
-    arguments = {name: value for name, value in job.training.arguments.items() if name != "report_to"}
+    spread = {"strategy", "world", "checkpoints", "batch", "compiles_by_plan"}
+    without = {"report_to", *(COMPILATION if job.training.compiles_by_plan else ())}
+    arguments = {name: value for name, value in job.training.arguments.items() if name not in without}
     fields: dict[str, Any] = {
         "task": job.task,
         "model": job.model.model_dump(mode="json"),

@@ -12,6 +12,7 @@ from finetune_contract.trainer_job import Strategy
 from finetune_operator.planning.asynchronous_saving import choose_saving
 from finetune_operator.planning.batch import batch_of, micro_batches
 from finetune_operator.planning.choice import SIMPLER_MARGIN, open_drafts
+from finetune_operator.planning.compilation import choose_compilation
 from finetune_operator.planning.cost import estimate_training, machine_of, step_time
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.ladder import Fit, fit_at, fits, free_margin, rungs
@@ -55,7 +56,7 @@ def _order(row: Alternative) -> tuple[bool, bool, float, int]:
 
 def _rows(draft: Draft) -> Iterator[Alternative]:
     chosen, micro = decided(draft.strategy), decided(draft.batch).micro_batch_size
-    least = estimate_training(draft).seconds
+    least = estimate_training(choose_compilation(draft)).seconds
     for each in open_drafts(draft):
         for rung in rungs(each, each.spec.parallelism):
             same = rung.label == chosen.label
@@ -80,9 +81,10 @@ def _is_free(draft: Draft, fit: Fit) -> bool:
 def _row(draft: Draft, fit: Fit, chosen: bool, least: float | None) -> Alternative:
     batch, needed = batch_of(draft, fit.micro_batch), fit.memory
     waiting = decided(draft.checkpoints).model_copy(update={"asynchronous": False})
-    made = choose_saving(replace(draft, strategy=fit.strategy, batch=batch, memory=needed, checkpoints=waiting))
+    formed = replace(draft, strategy=fit.strategy, batch=batch, memory=needed, checkpoints=waiting)
+    made = choose_saving(choose_compilation(formed))
     needed = decided(made.memory)
-    estimated, time = estimate_training(made), step_time(draft, fit.strategy, batch)
+    estimated, time = estimate_training(made), step_time(made, fit.strategy, batch)
     return Alternative(
         strategy=fit.strategy.label,
         micro_batch=fit.micro_batch,

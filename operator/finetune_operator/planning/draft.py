@@ -143,6 +143,8 @@ class Draft:
     memory: MemoryEstimate | None = None
     steps: Steps | None = None
     checkpoints: CheckpointSchedule | None = None
+    compiles_by_plan: bool = False
+    """True if the plan has added torch.compile, which the job leaves open."""
     capacity: Capacity | None = None
     device: PlannedDevice | None = None
     """GPU of unknown nodes that the training is planned for."""

@@ -23,7 +23,7 @@ from finetune_operator.planning.asynchronous_saving import choose_saving
 from finetune_operator.planning.capacity import choose_capacity
 from finetune_operator.planning.choice import is_quicker
 from finetune_operator.planning.combination_checks import check_rules
-from finetune_operator.planning.compile_advice import advise_compilation
+from finetune_operator.planning.compilation import choose_compilation
 from finetune_operator.planning.cost import cost_problems, estimate_training
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.draft_start import begin
@@ -160,7 +160,7 @@ def _walk_training(draft: Draft) -> Draft:
 
 
 def _walk_formed(formed: Draft) -> Draft:
-    return _walk(formed, choose_strategy, choose_saving, advise_compilation, check_inference)
+    return _walk(formed, choose_strategy, choose_compilation, choose_saving, check_inference)
 
 
 def _is_quicker_in_fp32(plain: Draft, in_fp16: Draft) -> bool:

@@ -181,10 +181,6 @@ def _explain_extras(draft: Draft, strategy: Strategy, before: Draft) -> Draft:
         draft = draft.because(
             f"activation checkpointing {strategy.activation_checkpointing}: {why}; {twice} computed twice"
         )
-    if draft.packing:
-        why = draft.why_packs_have_masks(strategy)
-        how = f"with a mask of tokens x tokens, as {why}" if why else "of each row by itself, without a mask"
-        draft = draft.because(f"packed rows: attention {how}")
     where = {"cpu": "host memory", "nvme": "files on the node's disk"}
     if decided(draft.world).device == "cpu":
         where["cpu"] = "the same memory, as the device is the host"

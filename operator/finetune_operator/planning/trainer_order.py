@@ -81,6 +81,7 @@ def _training(draft: Draft) -> Training:
         world=decided(draft.world),
         checkpoints=decided(draft.checkpoints),
         arguments=asked.arguments,
+        compiles_by_plan=draft.compiles_by_plan,
     )
 
 

@@ -239,6 +239,8 @@ class Training(Order):
     checkpoints: CheckpointSchedule
     arguments: dict[str, JsonValue] = Field(default_factory=dict)
     """Further fields of `transformers.TrainingArguments`, as the user wrote them."""
+    compiles_by_plan: bool = Field(default=False, exclude_if=lambda planned: not planned)
+    """True if the plan has added `torch_compile` to the arguments: where that fails, the training goes on without."""
 
     @model_validator(mode="after")
     def _copies_its_state(self) -> Training:

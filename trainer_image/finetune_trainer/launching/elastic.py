@@ -216,8 +216,8 @@ def _time_to_end(config: type[Any], grace: int) -> dict[str, int]:
         return {_TIME_TO_END: grace}
     if grace > _OLDER_TORCH_GRACE:
         print(
-            f"torch {version('torch')} kills processes {_OLDER_TORCH_GRACE} s after SIGTERM, not {grace} s: a checkpoint "
-            "that takes longer to save is lost. Newer versions wait.",
+            f"torch {version('torch')} kills processes {_OLDER_TORCH_GRACE} s after SIGTERM, not {grace} s: a "
+            "checkpoint that takes longer to save is lost. Newer versions wait.",
             file=sys.stderr,
         )
     return {}

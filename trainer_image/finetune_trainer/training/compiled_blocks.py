@@ -7,6 +7,9 @@ of a decoder is computed in chunks.
 
 Shapes are static until one changes; the second shape is compiled with dynamic rows and lengths, which fits all further
 ones (torch's `dynamic=None`). Rows of one length, such as packed ones, keep the faster static code.
+
+A job that asks for it fails if it cannot be compiled. One that the plan compiles goes on without: all of it if a small
+function cannot be compiled here, or those functions alone that cannot.
 """
 
 from __future__ import annotations
@@ -16,14 +19,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from finetune_contract.arguments import COMPILATION
 from finetune_trainer.compile_cache import separate_compile_cache
+from finetune_trainer.distributed import gathered
 from finetune_trainer.strategies.fsdp_groups import transformer_blocks
 from finetune_trainer.strategies.strategy_protocol import expect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
+
+    from finetune_contract.trainer_job import Training
 
 log = logging.getLogger(__name__)
 
@@ -44,18 +52,58 @@ class CompiledBlocks:
         expect(bool(compiled) == requested and len(compiled) == len(self.blocks), strategy, "WrongCompilation", found)
 
     def figures(self) -> dict[str, int]:
-        """Return the number of compilations in this process so far, and how many of them replaced code that did not
-        fit an input; empty without torch.compile.
+        """Return the number of compilations in this process so far, how many of them replaced code that did not fit an
+        input, and the number of functions that could not be compiled if there are any; empty without torch.compile.
         """
         if not self.blocks:
             return {}
         from torch._dynamo.utils import get_compilation_metrics
 
-        metrics = [each for each in get_compilation_metrics() if each.co_name is not None and not each.fail_type]
+        tried = [each for each in get_compilation_metrics() if each.co_name is not None]
+        metrics = [each for each in tried if not each.fail_type]
+        failed = [each for each in tried if each.fail_type]
+        for each in failed:
+            log.warning("torch.compile failed for %s, which ran uncompiled: %s", each.co_name, each.fail_reason)
         again = [each for each in metrics if each.recompile_reason]
         for each in again:
             log.info("torch.compile compiled %s again: %s", each.co_name, each.recompile_reason)
-        return {"compilations": len(metrics), "recompilations": len(again)}
+        counts = {"compilations": len(metrics), "recompilations": len(again)}
+        return {**counts, "failed_compilations": len(failed)} if failed else counts
+
+
+def with_working_compiler(training: Training) -> Training:
+    """Return the training as it is, or without torch.compile if its plan has added that, and some process cannot
+    compile a small function on its device. Every rank must call it.
+    """
+    if not training.compiles_by_plan:
+        return training
+    reasons = [reason for reason in gathered(_why_not_compiled(torch.device(training.world.device))) if reason]
+    if not reasons:
+        # torch logs what it cannot compile, and calls it as it is.
+        torch._dynamo.config.suppress_errors = True
+        return training
+    log.warning("torch.compile is off, as it fails on %d processes: %s", len(reasons), reasons[0])
+    kept = {name: value for name, value in training.arguments.items() if name not in COMPILATION}
+    return training.model_copy(update={"arguments": kept, "compiles_by_plan": False})
+
+
+def _why_not_compiled(device: torch.device) -> str:
+    """Return the reason why torch.compile does not work on `device`; empty if it does."""
+    from torch._dynamo.utils import clear_compilation_metrics
+
+    separate_compile_cache()
+
+    def small(numbers: torch.Tensor) -> torch.Tensor:
+        return (numbers * 2).sin().sum()
+
+    numbers = torch.linspace(0, 1, 1000, device=device)
+    try:
+        torch.testing.assert_close(torch.compile(small)(numbers), small(numbers))
+    except Exception as error:  # compilers fail in any way
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    finally:
+        clear_compilation_metrics()
+    return ""
 
 
 def compile_blocks(model: PreTrainedModel, args: TrainingArguments) -> CompiledBlocks:

@@ -43,6 +43,7 @@ from finetune_trainer.tasks.task_protocol import Objective, compared
 from finetune_trainer.tasks.task_registry import task_of
 from finetune_trainer.training.activations import InHostMemory, OnDevice
 from finetune_trainer.training.chunked_loss import chunk_loss
+from finetune_trainer.training.compiled_blocks import with_working_compiler
 from finetune_trainer.training.dealing import Deal
 from finetune_trainer.training.dropout import share_random_bits
 from finetune_trainer.training.history import History, RunFigures
@@ -100,7 +101,7 @@ def train(
     `fp8_without_units`: for tests, which multiply in fp8 on a CPU: torch can, but slower than in any other precision.
     """
     started = time.monotonic()
-    training = training_of(job)
+    training = with_working_compiler(training_of(job))
     clock = PartClock(moments_of(training.world.device))
     quiet_transformers()
     strategy = strategy_for(training, deepspeed, paths.offload)
