@@ -145,7 +145,7 @@ def job(name: str, folder: Path, size: Size, gpus: int, fields: Mapping[str, Any
             "preparation": {"maxLength": size.length, "packing": "always"},
             "training": training,
             "parallelism": fields["parallelism"],
-            "resources": {"gpusPerNode": gpus},
+            "resources": {"gpusPerNode": min(gpus, 1) if fields["parallelism"]["strategy"] == "single" else gpus},
             "checkpoints": {"every": {"steps": size.steps}},
         },
     }

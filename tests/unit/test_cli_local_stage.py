@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 
 from finetune_contract.choices import Stage
-from finetune_contract.facts import HardwareFacts
+from finetune_contract.facts import DeviceFacts, HardwareFacts
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.report import FailureReport, TrainerReport
 from finetune_operator.api.settings import LOCAL_SETTINGS
 from finetune_operator.api.types import FailureStatus
-from finetune_operator.cli.local_run import note_fewer_processes
+from finetune_operator.cli.local_run import note_fewer_processes, note_idle_gpus
 from finetune_operator.cli.local_stage import LOG_LINES, failure_of, stage_command
 from finetune_operator.cli.result_tables import print_failure
 from finetune_operator.planning.plan import plan
@@ -94,3 +94,24 @@ def test_workers_are_ranks_of_torchrun_and_fewer_are_noted(capsys: pytest.Captur
         text = capsys.readouterr().err
         assert noted in text
         assert bool(noted) == bool(text)
+
+
+@pytest.mark.parametrize(
+    ("resources", "gpus", "noted"),
+    [
+        pytest.param(None, 1, "this machine's GPU is not used", id="one GPU"),
+        pytest.param({"accelerator": {"product": "NVIDIA-H100"}}, 4, "4 GPUs are not used", id="several"),
+        pytest.param(None, 0, "", id="no GPU"),
+        pytest.param({"gpusPerNode": 0}, 1, "", id="declined"),
+        pytest.param({"gpusPerNode": "auto"}, 1, "", id="used"),
+    ],
+)
+def test_gpus_that_a_job_leaves_idle_are_noted(
+    resources: dict[str, object] | None, gpus: int, noted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = DeviceFacts(product="NVIDIA H100 80GB HBM3", memory_bytes=80 << 30, bf16=True, capability="9.0")
+    hardware = HardwareFacts(cpu_cores=4, memory_bytes=64 << 30, gpus_per_node=gpus, gpu=gpu if gpus else None)
+    note_idle_gpus(job({} if resources is None else {"resources": resources}), hardware)
+    text = capsys.readouterr().err
+    assert noted in text
+    assert bool(noted) == bool(text)

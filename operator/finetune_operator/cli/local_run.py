@@ -22,6 +22,7 @@ from typing import Any
 
 from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import Device, Stage
+from finetune_contract.facts import HardwareFacts
 from finetune_contract.layout import (
     DEFAULT_GRACE_SECONDS,
     ENV_GRACE_SECONDS,
@@ -79,6 +80,7 @@ def run(request: RunRequest) -> RunResult:
         planned = plan(job, facts, request.settings)
         note_misfits(misfits(job, facts, request.settings))
         note_fewer_processes(job, planned)
+        note_idle_gpus(job, facts.hardware)
         stages = stages_to_run(request, planned)
         check_inputs(request, planned, stages, redone)
         contract = files(planned)
@@ -96,6 +98,7 @@ def planned_run(request: RunRequest) -> tuple[JobPlan, dict[Stage, str]]:
     facts = _facts(request, keep_data=Stage.PREPARE not in redone)
     planned = plan(request.job, facts, request.settings)
     note_misfits(misfits(request.job, facts, request.settings))
+    note_idle_gpus(request.job, facts.hardware)
     stages = stages_to_run(request, planned)
     check_inputs(request, planned, stages, redone)
     return planned, {
@@ -125,6 +128,14 @@ def note_fewer_processes(job: FineTuneJob, planned: JobPlan) -> None:
         note(
             f"predict: {there} of {asked} processes: {hardware.cpu_cores} cores{gpus} and {memory} of memory are free."
         )
+
+
+def note_idle_gpus(job: FineTuneJob, hardware: HardwareFacts | None) -> None:
+    """Report that the job runs on the CPU of a machine with GPUs, unless its file says so."""
+    found = 0 if hardware is None else hardware.gpus_per_node
+    if found and "gpus_per_node" not in job.spec.resources.model_fields_set:
+        gpus = "GPU is" if found == 1 else f"{found} GPUs are"
+        note(f"this machine's {gpus} not used, as resources.gpusPerNode defaults to 0. Set it to auto to use them.")
 
 
 def _write(paths: JobPaths, planned: JobPlan, contract: Mapping[str, str]) -> None:

@@ -14,9 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from finetune_contract.facts import DeviceFacts, HardwareFacts
+from finetune_operator.api.settings import LOCAL_SETTINGS
+from finetune_operator.api.types import FineTuneJob
+from finetune_operator.planning.plan import plan
+from finetune_operator.planning.plan_types import Facts
 from gpu_check.gpu_baselines import BASELINES
 from gpu_check.gpu_baselines import train as train_baseline
-from gpu_check.gpu_jobs import BY_MEMORY, SMALL, WAYS, size_of, write_inputs
+from gpu_check.gpu_jobs import BY_MEMORY, SMALL, WAYS, job, size_of, write_inputs
 from gpu_check.gpu_kernels import KERNELS
 from gpu_check.gpu_predictions import MODES
 from gpu_check.gpu_predictions import SMALL as PREDICTED
@@ -179,3 +184,25 @@ def test_sizes_follow_the_memory_of_a_gpu() -> None:
     assert [size_of(gib) for gib in (79.2, 22.0, 15.0)] == [size for _, size in BY_MEMORY]
     assert isinstance(Result("g", "n", "ok", 0.0).figures, dict)
     assert {"single", "fsdp", "ZeRO-3", "tensor 2", "fp8"} <= WAYS.keys()
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_trainings_use_all_gpus_of_the_machine(gpus: int, tmp_path: Path) -> None:
+    gpu = DeviceFacts(product="NVIDIA H100 80GB HBM3", memory_bytes=79 << 30, bf16=True, capability="9.0")
+    hardware = HardwareFacts(cpu_cores=16, memory_bytes=128 << 30, gpus_per_node=gpus, gpu=gpu)
+    for name, (needed, fields) in WAYS.items():
+        if needed > gpus:
+            continue
+        content = FineTuneJob.model_validate(job(name, tmp_path, SMALL, gpus, fields))
+        training = plan(content, Facts(hardware=hardware, local=True), LOCAL_SETTINGS).trainer.training
+        assert training is not None
+        assert training.world.device == "cuda", name
+        single = fields["parallelism"]["strategy"] == "single"
+        assert training.world.processes_per_node == (1 if single else gpus), name
+
+
+def test_inputs_that_cannot_be_written_are_a_result(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("a file where a folder has to be", encoding="utf-8")
+    code, output, results = check(tmp_path, "--only", "trainings", "--ways", "ddp")
+    assert code == 1, output
+    assert [(each["name"], each["outcome"]) for each in results] == [("inputs", "failed"), ("ddp", "skipped")]
