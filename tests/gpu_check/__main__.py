@@ -110,10 +110,10 @@ def baselines(folder: Path, size: Size, longest: float) -> Iterator[Result]:
         yield checked("baselines", name, partial(gpu_baselines.train, name, folder, size, gpus, longest))
 
 
-def predictions(folder: Path, small: bool, longest: float) -> Iterator[Result]:
+def predictions(folder: Path, modes: Sequence[str], small: bool, longest: float) -> Iterator[Result]:
     work = gpu_predictions.SMALL if small else gpu_predictions.LARGE
     yield from _inputs("predictions", partial(gpu_predictions.write_inputs, folder, work))
-    for name in gpu_predictions.MODES:
+    for name in modes:
         yield checked("predictions", name, partial(gpu_predictions.predict, name, folder, work, longest))
 
 
@@ -154,6 +154,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=LONGEST, help="limit of one check")
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, help="groups of checks")
     parser.add_argument("--ways", nargs="+", choices=list(gpu_jobs.WAYS), default=list(gpu_jobs.WAYS), help="to train")
+    modes = list(gpu_predictions.MODES)
+    parser.add_argument("--modes", nargs="+", choices=modes, default=modes, help="to predict")
     parser.add_argument("--small", action="store_true", help="sizes for a machine without GPUs")
     parser.add_argument("--nodes", type=int, default=1, help="machines to check together")
     parser.add_argument("--node", type=int, default=0, help="number of this machine, from 0")
@@ -173,7 +175,7 @@ def main() -> int:
     groups = {
         "kernels": kernels(small) if nodes.first else iter(()),
         "links": links(small, options.seconds, nodes),
-        "predictions": predictions(options.out, small, options.seconds) if nodes.first else iter(()),
+        "predictions": predictions(options.out, options.modes, small, options.seconds) if nodes.first else iter(()),
         "baselines": baselines(options.out, size, options.seconds) if nodes.first else iter(()),
         "trainings": _all_trainings(options, size, ends, nodes),
     }
