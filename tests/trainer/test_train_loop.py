@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import pytest
 
-from finetune_contract.facts import DeviceFacts
 from finetune_contract.choices import Stage
+from finetune_contract.facts import DeviceFacts
 from finetune_contract.layout import FailureClass
 from finetune_contract.measured_devices import MeasuredDevices
 from finetune_contract.trainer_job import MOST_SAVING, CheckpointSchedule, EarlyStopping, Strategy
