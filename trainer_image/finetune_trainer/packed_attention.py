@@ -41,7 +41,8 @@ log = logging.getLogger(__name__)
 _SDPA = "sdpa"
 """Name of fused attention in transformers."""
 _SHARED_KEYS = "enable_gqa"
-"""Argument of `varlen_attn`; torch 2.11 has none, and passes such keys to the kernel, which takes them, unchecked."""
+_CHECKS_SHARED_KEYS = _SHARED_KEYS in signature(varlen_attn).parameters
+"""False for torch 2.11, whose `varlen_attn` passes shared keys unchecked to the kernel, which takes them."""
 _LARGEST_HEAD, _LARGEST_HEAD_OF_SMALL_CHIPS = 256, 192
 """Widest heads that flash attention has a backward pass for; the chips of workstations have less memory inside."""
 _LARGE_CHIPS = ((8, 0), (9, 0), (10, 0), (10, 3))
@@ -248,6 +249,7 @@ def _by_one_call(
     longest = max(rows.sizes)
     seen = -1 if rows.window is None or rows.window >= longest else rows.window - 1  # before the token itself
     shared = key.shape[1] != query.shape[1]
+    checked: dict[str, Any] = {_SHARED_KEYS: shared} if _CHECKS_SHARED_KEYS else {}
     # Not by cuDNN, which torch would prefer on some GPUs: it builds a plan for each number of rows.
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         made: Any = varlen_attn(
@@ -260,7 +262,7 @@ def _by_one_call(
             longest,
             scale=scale,
             window_size=(seen, 0),
-            **({_SHARED_KEYS: shared} if _SHARED_KEYS in signature(varlen_attn).parameters else {}),
+            **checked,
         )
     return made  # type: ignore[no-any-return]
 

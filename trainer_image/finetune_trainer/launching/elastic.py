@@ -210,7 +210,7 @@ def _launch(arguments: argparse.Namespace) -> None:
     launch_agent(config, sys.executable, arguments.program)
 
 
-def _time_to_end(config: type[Any], grace: int) -> dict[str, int]:
+def _time_to_end(config: type[Any], grace: int) -> dict[str, Any]:
     """Return the argument of torch's `config` for the seconds between SIGTERM and SIGKILL, if this torch has one."""
     if _TIME_TO_END in {field.name for field in fields(config)}:
         return {_TIME_TO_END: grace}
