@@ -102,6 +102,8 @@ def train(
     """
     started = time.monotonic()
     training = with_working_compiler(training_of(job))
+    if training != job.training:
+        planned = None  # its estimates are those of a compiled training
     clock = PartClock(moments_of(training.world.device))
     quiet_transformers()
     strategy = strategy_for(training, deepspeed, paths.offload)
