@@ -134,7 +134,7 @@ CASES = (
     ),
     Case("sequence", Strategy(name="fsdp", sequence=4)),
     Case("LoRA", Strategy(name="ddp"), adapter=_adapter("lora")),
-    Case("QLoRA", Strategy(name="fsdp"), adapter=_adapter("qlora")),
+    Case("QLoRA", Strategy(name="ddp"), adapter=_adapter("qlora")),
     Case("fp8", Strategy(name="fsdp"), precision="fp8"),
     Case("fp16", Strategy(name="ddp"), precision="fp16"),
     Case("fp16 with fsdp", Strategy(name="fsdp"), precision="fp16"),

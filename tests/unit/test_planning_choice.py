@@ -283,7 +283,7 @@ def test_form_that_saves_beside_the_training_is_taken_where_it_ends_sooner(steps
     spec = {
         "task": "text-generation",
         "preparation": {"maxLength": 2048, "packing": "never"},
-        "training": {"globalBatchSize": 256, "maxSteps": steps},
+        "training": {"globalBatchSize": 256, "maxSteps": steps, "arguments": {"torch_compile": False}},
         "resources": {"nodes": 2, "gpusPerNode": 8},
     }
     facts = Facts(model=model, hardware=parse_hardware(f"{NODES[6]},network=3200"))
@@ -292,6 +292,24 @@ def test_form_that_saves_beside_the_training_is_taken_where_it_ends_sooner(steps
     rows = other_forms(job(spec), facts, settings)
     fit = [row for row in rows if row.memory_bytes <= 0.94 * row.capacity_bytes]
     assert decided(rows[0].seconds) <= min(decided(row.seconds) for row in fit) * (1 + SIMPLER_MARGIN)
+
+
+def test_form_that_is_quicker_only_when_compiled_is_named():
+    """ZeRO-3 is the quickest form here, is not compiled, and is slower than others that are."""
+    model, _ = assumed_model("hf://org/llama-33b", "text-generation")
+    spec = {
+        "task": "text-generation",
+        "preparation": {"maxLength": 2048, "packing": "never"},
+        "training": {"globalBatchSize": 256, "maxSteps": 38},
+        "resources": {"nodes": 2, "gpusPerNode": 8},
+    }
+    facts = Facts(model=model, hardware=parse_hardware(f"{NODES[6]},network=3200"))
+    settings = CLUSTER_SETTINGS.model_copy(update={"planning": Planning(saveMegabytesPerSecond=1e5)})
+    rows = other_forms(job(spec), facts, settings)
+    assert rows[0].strategy == "deepspeed-zero3"
+    quicker = [row for row in rows if "quicker with torch.compile" in row.why]
+    assert all(decided(row.seconds) < decided(rows[0].seconds) for row in quicker)
+    assert any(row.strategy.startswith("fsdp") for row in quicker)
 
 
 def test_selective_checkpointing_is_taken_where_it_is_quicker_than_full():

@@ -78,7 +78,7 @@ def _is_known_to_gain(draft: Draft) -> bool:
     strategy, model, gpu = decided(draft.strategy), draft.model, table_gpu(draft)
     own_code = draft.spec.model.trust_remote_code or not draft.model_known
     plain = draft.spec.task in DECODER_TASKS and model.model_type in CHUNKED_LOSS_FAMILIES and not model.experts
-    if own_code or not plain or strategy.zero_stage == 3:
+    if own_code or not plain or strategy.zero_stage == 3 or strategy.offload_activations != "none":
         return False
     if gpu is None or draft.precision not in ("bf16", "fp8") or not gpu.capability:
         return False
