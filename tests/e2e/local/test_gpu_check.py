@@ -95,6 +95,16 @@ def test_ways_to_predict_are_measured_and_labels_compared(mode: str, tmp_path: P
 
 
 @pytest.mark.slow
+def test_a_failed_way_is_reported_and_ends_with_1(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("no folder")
+    code, output, results = check(tmp_path, "--only", "trainings", "--ways", "single")
+    assert code == 1, output
+    (result,) = results
+    assert result["outcome"] == "failed"
+    assert str(tmp_path / "runs") in result["reason"]
+
+
+@pytest.mark.slow
 def test_first_of_two_nodes_reports_links_and_trainings_of_both(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
