@@ -31,6 +31,7 @@ from finetune_trainer.training.reference_answers import ReferenceAnswers
 from finetune_trainer.training.saving import RunSaver
 from finetune_trainer.training.validation_rounds import Validation
 from suite_plugins.patience import patient
+from trainer_support.forking import fork_server
 from trainer_support.tasks import read_lines, train_here
 
 
@@ -434,6 +435,18 @@ def test_compilation_by_plan_needs_a_compiler_that_works(here, tmp_path: Path):
     losses = run.losses()
     here.with_training(max_steps=2, checkpoints=schedule).train_here()
     assert losses == pytest.approx(here.losses(), rel=1e-5)
+
+
+def test_no_process_compiles_where_one_of_them_cannot(bench, tmp_path: Path):
+    arguments = {"torch_compile": True, "torch_compile_backend": "eager"}
+    run = bench.at(tmp_path / "w").with_training(max_steps=2, arguments=arguments, compiles_by_plan=True)
+    run = run.spread("ddp", 2)
+    case = run.case(processes=2)
+    call = {"call": "process_support.one_without_compiler:train", "arguments": {"arguments": case["arguments"]}}
+    codes, output = fork_server().run({**case, **call})
+    assert codes == [0, 0], output
+    assert "torch.compile is off, as it fails on 1 processes: InvalidCxxCompiler: no compiler is here" in output
+    assert "compilations" not in json.loads(run.paths.metrics.read_text(encoding="utf-8"))["train"]
 
 
 def test_compilation_by_plan_compiles_and_resumes_without(here):
