@@ -35,7 +35,7 @@ class Answers:
 
     sent: int = 0
     failed: list[str] = field(default_factory=list)
-    """Errors of the requests that got no answer in the end."""
+    """Time since the start of the block and error of each request that got no answer in the end."""
     retried: int = 0
     """Number of failed tries that were retried."""
     labels: Counter[str] = field(default_factory=Counter)
@@ -101,18 +101,19 @@ class Client:
         self, text: str, back_off: Sequence[float] = (), each_seconds: float = EACH_SECONDS
     ) -> Iterator[Answers]:
         """Send a request every `each_seconds` while the block runs; the answers are complete after it."""
-        answers, over, lock = Answers(), Event(), Lock()
+        answers, over, lock, start = Answers(), Event(), Lock(), time.monotonic()
 
         def count_retry() -> None:
             with lock:
                 answers.retried += 1
 
         def send_request() -> None:
+            sent = time.monotonic() - start
             try:
                 began, label, revision = self.label_with_retries([text], back_off, OSError, count_retry)
             except OSError as error:
                 with lock:
-                    answers.failed.append(repr(error))
+                    answers.failed.append(f"{sent:.1f} to {time.monotonic() - start:.1f} s: {error!r}")
             else:
                 with lock:
                     answers.labels[label] += 1

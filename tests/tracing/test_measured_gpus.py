@@ -28,8 +28,8 @@ import sys
 from finetune_trainer import distributed
 # NCCL refuses pretended GPUs.
 distributed.BACKENDS = {"cuda": distributed.Backends("gloo", "gloo")}
-from finetune_trainer.rank import run
-sys.exit(run(sys.argv[1:]))
+from finetune_trainer.__main__ import main
+main(sys.argv[1:])
 """
 INSTANCES = "MIG-11111111-2222-5333-8444-555555555555,MIG-66666666-7777-5888-8999-aaaaaaaaaaaa"
 

