@@ -91,20 +91,23 @@ def gathered_weights(work: Workload, moment: Moment) -> MemoryTerm | None:
     if work.strategy.name == "fsdp" and moment not in ("load", "ends", "step"):
         tensor = work.strategy.tensor
         root = _root(model) // tensor
+        blocks = 2 if moment in ("forward", *BACKWARD) else 1
         if gathers_ends_apart(work):
             kept = model.embedding_parameters // tensor if work.strategy.fsdp_sharding == "grad-op" else 0
             root = kept + (0 if moment in BACKWARD else work.head)
-        blocks = 2 if moment in ("forward", *BACKWARD) else 1
+            if moment == "forward":
+                # FSDP2 frees the buffer of a gather when the next one is done, and the head's is the last of the pass.
+                root, blocks = root + work.head, 0
         if work.strategy.fsdp_sharding == "grad-op":
             blocks = model.layers
         packed, rounded = work.four_bit // model.layers, work.rounded // model.layers // tensor
         block = int(max(0, model.block_parameters - packed) * padding_factor(work)) // tensor - rounded
-        size, words = width * (root + blocks * block), f"{width} x ({root:,} of embeddings and head + {blocks} x "
-        words += f"{block:,} of a block)"
-        if rounded:
+        size, words = width * (root + blocks * block), f"{width} x ({root:,} of embeddings and head"
+        words += f" + {blocks} x {block:,} of a block)" if blocks else ")"
+        if rounded and blocks:
             size += blocks * rounded
             words += f" + {blocks} x {rounded:,} in fp8"
-        if packed:
+        if packed and blocks:
             size += int(PACKED_BYTES * blocks * packed)
             words += f" + {PACKED_BYTES} x {blocks} x {packed:,} in 4 bits"
         return MemoryTerm(name="gathered blocks", bytes=size, formula=words)
