@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from threading import Event, Thread
 import pytest
 import yaml
 
+from box_support import kubelet
 from cluster_support.api_access import Api, Object
 from cluster_support.control_plane import ROOT, Cluster, assets_folder, audited, free_port
 from cluster_support.operator_process import NAMESPACE
@@ -342,7 +344,8 @@ def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[s
     environment = {
         **os.environ,
         "KUBE_ASSETS": str(assets),
-        "PYTHON": sys.executable,
+        "PYTHON": str(_python_with_our_kubelet(folder)),
+        kubelet.PROGRAM: str(PROCESS_KUBELET),
         "PATH": f"{assets}:{os.environ['PATH']}",
         "APISERVER_FLAGS": audited(folder, folder / "control-plane" / "audit.log"),
     }
@@ -372,6 +375,16 @@ def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[s
             box.kubectl("label", "node", node, f"{FRAGILE}={pair}")
             box.kubectl("taint", "node", node, f"{FRAGILE}={pair}:NoSchedule")
         yield _box_in(folder)
+
+
+def _python_with_our_kubelet(folder: Path) -> Path:
+    """Write a Python interpreter that runs our kubelet in place of process-kubelet; return its path."""
+    file = folder / "python"
+    python, program = shlex.quote(sys.executable), shlex.quote(str(Path(kubelet.__file__).resolve()))
+    ours = f'case $1 in */{PROCESS_KUBELET.name}) shift; set -- {program} "$@";; esac'
+    file.write_text(f'#!/bin/sh\n{ours}\nexec {python} "$@"\n', encoding="utf-8")
+    file.chmod(0o755)
+    return file
 
 
 def _check_servers(folder: Path) -> None:
