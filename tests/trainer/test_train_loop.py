@@ -430,7 +430,7 @@ def test_compilation_by_plan_needs_a_compiler_that_works(here, tmp_path: Path):
     run = here.with_training(max_steps=2, arguments=compiled, checkpoints=schedule, compiles_by_plan=True)
     ended = run.end(run.start(Stage.TRAIN, processes=1, environment=without))
     assert ended.exit_code == 0, ended.output
-    assert "torch.compile is off, as it fails on 1 processes: InductorError: InvalidCxxCompiler" in ended.output
+    assert "torch.compile is off, as it fails in 1 of 1 processes: InductorError: InvalidCxxCompiler" in ended.output
     assert "compilations" not in json.loads(run.paths.metrics.read_text(encoding="utf-8"))["train"]
     losses = run.losses()
     here.with_training(max_steps=2, checkpoints=schedule).train_here()
@@ -445,7 +445,7 @@ def test_no_process_compiles_where_one_of_them_cannot(bench, tmp_path: Path):
     call = {"call": "process_support.one_without_compiler:train", "arguments": {"arguments": case["arguments"]}}
     codes, output = fork_server().run({**case, **call})
     assert codes == [0, 0], output
-    assert "torch.compile is off, as it fails on 1 processes: InvalidCxxCompiler: no compiler is here" in output
+    assert "torch.compile is off, as it fails in 1 of 2 processes: InvalidCxxCompiler: no compiler is here" in output
     assert "compilations" not in json.loads(run.paths.metrics.read_text(encoding="utf-8"))["train"]
 
 

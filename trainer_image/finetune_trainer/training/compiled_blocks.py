@@ -77,12 +77,13 @@ def with_working_compiler(training: Training) -> Training:
     """
     if not training.compiles_by_plan:
         return training
-    reasons = [reason for reason in gathered(_why_not_compiled(torch.device(training.world.device))) if reason]
+    answers = gathered(_why_not_compiled(torch.device(training.world.device)))
+    reasons = [reason for reason in answers if reason]
     if not reasons:
         # torch logs what it cannot compile, and calls it as it is.
         torch._dynamo.config.suppress_errors = True
         return training
-    log.warning("torch.compile is off, as it fails on %d processes: %s", len(reasons), reasons[0])
+    log.warning("torch.compile is off, as it fails in %d of %d processes: %s", len(reasons), len(answers), reasons[0])
     kept = {name: value for name, value in training.arguments.items() if name not in COMPILATION}
     return training.model_copy(update={"arguments": kept, "compiles_by_plan": False})
 
