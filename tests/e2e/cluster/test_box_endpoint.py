@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import InferenceClient
 
 from box_support.box import Box
-from box_support.endpoint_client import BACK_OFF, MANY_SECONDS, Answers, Client
+from box_support.endpoint_client import BACK_OFF, HUNG_SECONDS, MANY_SECONDS, Answers, Client
 from box_support.faults import kill_pod
 from box_support.team import INPUTS, Team, stage_of, tiny_spec
 from cluster_support.api_access import Object, path_of, wait_until
@@ -218,7 +218,7 @@ def changed(served: Served) -> Changed:
 def killed(served: Served, changed: Changed) -> Answers:
     """Answers to clients that retry while one of two servers is killed and starts again."""
     pod = min(served.pods())
-    with Client(served.url).steady_requests(TEXTS[0], BACK_OFF) as answers:
+    with Client(served.url, answer_seconds=HUNG_SECONDS).steady_requests(TEXTS[0], BACK_OFF) as answers:
         wait_for_answers(answers, LEAST_REQUESTS)
         kill_pod(served.team, pod)
 

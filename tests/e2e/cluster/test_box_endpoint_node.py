@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from box_support.box import Box, on_fragile_nodes
-from box_support.endpoint_client import BACK_OFF, Answers, Client
+from box_support.endpoint_client import BACK_OFF, HUNG_SECONDS, Answers, Client
 from box_support.faults import node_off
 from box_support.team import INPUTS, Team, tiny_spec
 from cluster_support.api_access import Object, new_session, path_of, wait_until
@@ -150,7 +150,7 @@ def lost(box: Box, team: Team, served: str, request: pytest.FixtureRequest) -> L
     servers = ready_servers(team, served)
     gone, left = sorted(servers)
     assert servers[gone]["spec"]["nodeName"] != servers[left]["spec"]["nodeName"]
-    client = Client(url_of(team, served))
+    client = Client(url_of(team, served), answer_seconds=HUNG_SECONDS)
     with client.steady_requests(TEXT) as plain, client.steady_requests(TEXT, BACK_OFF) as retrying:
         for answers in (plain, retrying):
             wait_for_answers(answers, LEAST_REQUESTS)
