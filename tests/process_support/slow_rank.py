@@ -16,8 +16,8 @@ TIMEOUT_SECONDS = patient(3)
 SLOW_SECONDS = 1.2 * TIMEOUT_SECONDS
 
 
-def train(arguments: list[str]) -> None:
-    """Run the stage; end the process with its exit code."""
+def train(arguments: list[str], calls: list[str]) -> None:
+    """Run the stage with those calls of rank 0 slow; end the process with its exit code."""
     from finetune_trainer import distributed, tensor_files
     from finetune_trainer.__main__ import run
     from finetune_trainer.checkpoints import CheckpointStore
@@ -26,8 +26,9 @@ def train(arguments: list[str]) -> None:
     distributed.COLLECTIVE_TIMEOUT = timedelta(seconds=TIMEOUT_SECONDS)
     if os.environ["RANK"] == "0":
         owners = {"newest": CheckpointStore, "load_shards": full_state, "write_tensors": shard_files}
-        for name, owner in {**owners, "commit": CheckpointStore, "write_gathered": tensor_files}.items():
-            setattr(owner, name, _slowly(name, getattr(owner, name)))
+        owners |= {"commit": CheckpointStore, "write_gathered": tensor_files}
+        for name in calls:
+            setattr(owners[name], name, _slowly(name, getattr(owners[name], name)))
     sys.stdout.flush()
     os._exit(run(arguments))
 

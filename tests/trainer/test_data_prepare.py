@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import tracemalloc
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,14 @@ import pytest
 
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.data import readers, text_formats
+from finetune_trainer.data import readers, spark_engine, text_formats
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.data.sources import ColumnNeed, FsFile, splits_by_role
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config, load_tokenizer
 from finetune_trainer.progress import NoProgress
+from finetune_trainer.spark_session import spark_session
 from finetune_trainer.tasks.task_protocol import Coding
 from suite_plugins.patience import patient
 from trainer_support.forking import start_server
@@ -902,9 +904,9 @@ def test_executors_of_spark_submit_write_the_same_bytes(many, tmp_path):
     program.write_text("from finetune_trainer.__main__ import main; main()\n", encoding="utf-8")  # as docs/data.md says
     job.write_text(a_job(many, preparation={"engine": "spark", "workers": 2}).to_json(), encoding="utf-8")
     # Each executor is a process of its own, as in a cluster.
-    run = submit("local-cluster[2,1,1024]", program, "prepare", "--job", job, "--workspace", workspace)
+    log = submit("local-cluster[2,1,1024]", program, "prepare", "--job", job, "--workspace", workspace)
     assert files_of(JobPaths(workspace / "job")) == files_of(built_in)
-    ran = re.findall(r"Finished task [\d.]+ .* \(executor (\w+)\)", run.stderr)
+    ran = re.findall(r"Finished task [\d.]+ .* \(executor (\w+)\)", log)
     assert len(ran) == 2
     assert set(ran) <= {"0", "1"}
 
@@ -927,9 +929,18 @@ def test_a_spark_session_that_runs_already_is_used_and_left_running(data, paths,
     skip_without_spark()
     from pyspark.sql import SparkSession
 
+    masters = []
+
+    @contextmanager
+    def recorded(request):
+        with spark_session(request) as session:
+            masters.append(session.sparkContext.master)
+            yield session
+
+    monkeypatch.setattr(spark_engine, "spark_session", recorded)
     monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
     here = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1", "spark.ui.enabled": "false"}
-    running = SparkSession.builder.master("local[1]").config(map=here).getOrCreate()
+    running = SparkSession.builder.master("local[3]").config(map=here).getOrCreate()
     try:
         prepare(a_job(data, preparation={"engine": "spark", "workers": 1}), paths, NoProgress())
         assert running.range(3).count() == 3, "it was stopped"
@@ -937,6 +948,7 @@ def test_a_spark_session_that_runs_already_is_used_and_left_running(data, paths,
         running.stop()
     prepare(a_job(data, preparation={"engine": "spark", "workers": 1}), JobPaths(paths.root / "own"), NoProgress())
     assert SparkSession.getActiveSession() is None, "a session of the stage's own stays"
+    assert masters == ["local[3]", "local[1]"], "its own session has nothing of the one that has ended"
 
 
 def test_without_spark_its_engine_is_refused(data, paths, monkeypatch):
@@ -1133,6 +1145,7 @@ from finetune_trainer.data import readers, shards
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.progress import NoProgress
+from finetune_trainer.spark_session import spark_session
 
 shards.CHUNK_BYTES = readers._CHUNK_BYTES = 256 << 10
 peak = 0

@@ -84,6 +84,8 @@ def server(folder: Path, endpoint: str, cache: Path, **variables: str) -> Iterat
     environment |= {
         "HF_ENDPOINT": endpoint,
         "HF_HOME": str(cache),
+        # A client that waits for the other one must not give up, and ask a second time.
+        "HF_HUB_DOWNLOAD_TIMEOUT": str(round(2 * patient(60))),
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
     } | variables

@@ -242,7 +242,11 @@ def test_state_in_files_and_state_in_memory_do_not_go_on_from_each_other():
     assert "reads its own shards only" in (strategy.why_not_from(here.checkpoint_form, 2, 2) or "")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+ALONE = {"ddp": ["newest", "load_shards", "write_gathered"], "fsdp": ["write_tensors", "commit"]}
+"""Calls that rank 0 makes alone with both strategies, each slow once: a delay is as long as the run."""
+
+
+@pytest.mark.parametrize("strategy", ALONE)
 def test_work_of_rank_0_alone_may_outlast_the_collective_timeout(strategy: str, bench, tmp_path: Path):
     saving = CheckpointSchedule(every_steps=2, keep=2)
     run = bench.at(tmp_path / "w").with_training(max_steps=4, checkpoints=saving).spread(strategy, 2)
@@ -251,12 +255,12 @@ def test_work_of_rank_0_alone_may_outlast_the_collective_timeout(strategy: str, 
     (run.paths.checkpoints / "latest").write_text("step-2\n", encoding="utf-8")
     (run.paths.state / "train.json").unlink()
     case = run.case(processes=2)
-    call = {"call": "process_support.slow_rank:train", "arguments": {"arguments": case["arguments"]}}
+    given = {"arguments": case["arguments"], "calls": ALONE[strategy]}
+    call = {"call": "process_support.slow_rank:train", "arguments": given}
     codes, output = fork_server().run({**case, **call})
     assert codes == [0, 0], output
     assert "Resuming from" in output
-    calls = ("newest", "load_shards", "write_tensors", "commit", "write_gathered")
-    assert all(f"rank 0 alone: {name}" in output for name in calls)
+    assert all(f"rank 0 alone: {name}" in output for name in ALONE[strategy])
 
 
 def test_a_signal_before_the_first_step_ends_the_stage_as_preempted(bench, tmp_path: Path):

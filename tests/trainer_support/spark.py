@@ -18,18 +18,13 @@ def skip_without_spark() -> None:
         pytest.skip("Spark needs Java, and there is none")
 
 
-def run_with_spark(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a command of this environment that uses Spark; fail the test if the command fails."""
+def submit(master: str, program: Path, *arguments: str | Path) -> str:
+    """Run a Python program by spark-submit; return what Spark logs. Fail the test if the program fails."""
     import pyspark
 
+    here = ["--conf", "spark.driver.host=127.0.0.1", "--conf", "spark.ui.enabled=false"]
+    command = [Path(sys.executable).with_name("spark-submit"), "--master", master, *here, program, *arguments]
     given = {"SPARK_HOME": str(Path(pyspark.__file__).parent), "PYSPARK_PYTHON": sys.executable}
     run = subprocess.run(list(map(str, command)), env={**os.environ, **given}, text=True, capture_output=True)
     assert run.returncode == 0, run.stderr
-    return run
-
-
-def submit(master: str, program: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a Python program by spark-submit."""
-    here = ["--conf", "spark.driver.host=127.0.0.1", "--conf", "spark.ui.enabled=false"]
-    command = Path(sys.executable).with_name("spark-submit")
-    return run_with_spark(command, "--master", master, *here, program, *arguments)
+    return run.stderr
