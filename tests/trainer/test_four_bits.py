@@ -262,6 +262,7 @@ def test_a_run_in_bf16_learns_as_one_in_fp32_does_also_in_two_processes(bench, t
 
 
 @pytest.mark.slow
+@pytest.mark.everything
 def test_a_sentence_encoder_learns_reviews_about_as_well_as_with_lora(tmp_path: Path):
     """Bounds from one seed: rounding costs a little at each step, part of which the adapter makes up."""
     needs_four_bits()
