@@ -22,7 +22,7 @@ from threading import Event, Thread
 import pytest
 import yaml
 
-from box_support import kubelet
+from box_support import sleeping_kubelet
 from cluster_support.api_access import Api, Object
 from cluster_support.control_plane import ROOT, Cluster, assets_folder, audited, free_port
 from cluster_support.operator_process import NAMESPACE
@@ -345,7 +345,7 @@ def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[s
         **os.environ,
         "KUBE_ASSETS": str(assets),
         "PYTHON": str(_python_with_our_kubelet(folder)),
-        kubelet.PROGRAM: str(PROCESS_KUBELET),
+        sleeping_kubelet.PROGRAM: str(PROCESS_KUBELET),
         "PATH": f"{assets}:{os.environ['PATH']}",
         "APISERVER_FLAGS": audited(folder, folder / "control-plane" / "audit.log"),
     }
@@ -380,7 +380,7 @@ def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[s
 def _python_with_our_kubelet(folder: Path) -> Path:
     """Write a Python interpreter that runs our kubelet in place of process-kubelet; return its path."""
     file = folder / "python"
-    python, program = shlex.quote(sys.executable), shlex.quote(str(Path(kubelet.__file__).resolve()))
+    python, program = shlex.quote(sys.executable), shlex.quote(str(Path(sleeping_kubelet.__file__).resolve()))
     ours = f'case $1 in */{PROCESS_KUBELET.name}) shift; set -- {program} "$@";; esac'
     file.write_text(f'#!/bin/sh\n{ours}\nexec {python} "$@"\n', encoding="utf-8")
     file.chmod(0o755)

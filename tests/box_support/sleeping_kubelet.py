@@ -1,6 +1,6 @@
 """process-kubelet with the preStop hook `sleep`, which it does not know: it sends SIGTERM at once.
 
-    PROCESS_KUBELET=FILE python kubelet.py OPTION...
+    PROCESS_KUBELET=FILE python sleeping_kubelet.py OPTION...
 
 A program of its own with options alone, as process-kubelet starts itself a second time by its command line.
 """

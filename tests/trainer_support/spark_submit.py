@@ -19,7 +19,7 @@ def skip_without_spark() -> None:
 
 
 def submit(master: str, program: Path, *arguments: str | Path) -> str:
-    """Run a Python program by spark-submit; return what Spark logs. Fail the test if the program fails."""
+    """Run a Python program by spark-submit; return Spark's log. Fail the test if the program fails."""
     import pyspark
 
     here = ["--conf", "spark.driver.host=127.0.0.1", "--conf", "spark.ui.enabled=false"]
