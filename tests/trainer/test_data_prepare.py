@@ -1145,7 +1145,6 @@ from finetune_trainer.data import readers, shards
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.progress import NoProgress
-from finetune_trainer.spark_session import spark_session
 
 shards.CHUNK_BYTES = readers._CHUNK_BYTES = 256 << 10
 peak = 0

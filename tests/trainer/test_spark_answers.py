@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from finetune_trainer import spark
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference import predict as stage
 from finetune_trainer.progress import NoProgress
+from trainer_support.spark_submit import skip_without_spark
 from trainer_support.tasks import predictions, task_job, texts, write_decoder, write_encoder_decoder, write_lines
 
 pytest.importorskip("pyspark", reason="pyspark is not installed (finetune-trainer[spark])")
@@ -190,8 +190,7 @@ def test_missing_spark_is_refused_with_a_hint(models: dict[str, Path], monkeypat
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Any]:
-    if shutil.which("java") is None:
-        pytest.skip("Spark needs Java, and there is none")
+    skip_without_spark()
     from pyspark.sql import SparkSession
 
     here = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1", "spark.ui.enabled": "false"}

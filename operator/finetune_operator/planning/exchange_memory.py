@@ -94,10 +94,9 @@ def gathered_weights(work: Workload, moment: Moment) -> MemoryTerm | None:
         blocks = 2 if moment in ("forward", *BACKWARD) else 1
         if gathers_ends_apart(work):
             kept = model.embedding_parameters // tensor if work.strategy.fsdp_sharding == "grad-op" else 0
-            root = kept + (0 if moment in BACKWARD else work.head)
-            if moment == "forward":
-                # FSDP2 frees the buffer of a gather when the next one is done, and the head's is the last of the pass.
-                root, blocks = root + work.head, 0
+            # FSDP2 frees the buffer of a gather when the next one is done, and the head's is the last of the pass.
+            heads = 0 if moment in BACKWARD else 2 if moment == "forward" else 1
+            root, blocks = kept + heads * work.head, 0 if moment == "forward" else blocks
         if work.strategy.fsdp_sharding == "grad-op":
             blocks = model.layers
         packed, rounded = work.four_bit // model.layers, work.rounded // model.layers // tensor
