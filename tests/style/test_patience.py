@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import pytest
 
 TESTS = Path(__file__).parents[1]
 CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "time", "time_ns"}
@@ -84,12 +86,13 @@ def _called(call: ast.Call) -> str:
     return ""
 
 
-def _functions(tree: ast.Module) -> Iterator[tuple[str, list[ast.stmt]]]:
+def _functions(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, list[ast.stmt]]]:
     """Yield each function with its body, and the module itself."""
-    yield "", tree.body
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name, node.body
+        elif isinstance(node, ast.Module):
+            yield "", node.body
 
 
 def _own(body: list[ast.stmt]) -> Iterator[ast.AST]:
@@ -115,12 +118,12 @@ def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
             yield target, value
 
 
-def _clock_names(module: Module, tree: ast.Module) -> dict[str, set[str]]:
+def _clock_names(module: Module, nodes: Sequence[ast.AST]) -> dict[str, set[str]]:
     """Find names that hold clock readings, by function; attributes and functions go to `module`."""
     local: dict[str, set[str]] = {}
     while True:
         before = (len(module.attributes), sum(map(len, local.values())))
-        for name, body in _functions(tree):
+        for name, body in _functions(nodes):
             known = local.setdefault(name, set())
             for node in _own(body):
                 for target, value in _assigned(node):
@@ -177,56 +180,67 @@ def _kinds(module: Module, node: ast.AST, known: set[str]) -> Iterator[str]:
                 yield DEADLINE
 
 
-def constants(tree: ast.Module) -> dict[str, float]:
+def constants(nodes: Sequence[ast.AST]) -> dict[str, float]:
     """Find the constants of a module that are bare numbers."""
     return {
         target.id: value.value
-        for node in tree.body
+        for node in _top_level(nodes)
         for target, value in _assigned(node)
         if isinstance(target, ast.Name) and isinstance(value, ast.Constant) and isinstance(value.value, int | float)
     }
 
 
-def imported(tree: ast.Module) -> dict[str, float]:
+def imported(nodes: Sequence[ast.AST], modules: Mapping[str, Sequence[ast.AST]]) -> dict[str, float]:
     """Find the constants that a module imports from other files of the tests."""
     found: dict[str, float] = {}
-    for node in tree.body:
-        if (
-            isinstance(node, ast.ImportFrom)
-            and (path := TESTS / f"{(node.module or '').replace('.', '/')}.py").is_file()
-        ):
-            theirs = constants(ast.parse(path.read_text(encoding="utf-8")))
-            found |= {alias.asname or alias.name: theirs.get(alias.name, 0) for alias in node.names}
+    for node in _top_level(nodes):
+        if isinstance(node, ast.ImportFrom):
+            theirs = constants(modules.get(f"tests/{(node.module or '').replace('.', '/')}.py", ()))
+            found |= {alias.asname or alias.name: theirs[alias.name] for alias in node.names if alias.name in theirs}
     return found
 
 
-def faults_in(text: str) -> list[Fault]:
-    """Find the faults of one file."""
+def _top_level(nodes: Sequence[ast.AST]) -> list[ast.stmt]:
+    return nodes[0].body if nodes and isinstance(nodes[0], ast.Module) else []
+
+
+def faults_in(
+    text: str, nodes: Sequence[ast.AST] = (), modules: Mapping[str, Sequence[ast.AST]] | None = None
+) -> list[Fault]:
+    """Find the faults of one file. `nodes`: those of its syntax, parsed here if not given."""
     if SUSPECT.search(text) is None:
         return []
-    tree, lines = ast.parse(text), text.splitlines()
-    module = Module(imported(tree) | constants(tree))
-    local = _clock_names(module, tree)
+    nodes, lines = nodes or list(ast.walk(ast.parse(text))), text.splitlines()
+    module = Module(imported(nodes, modules or {}) | constants(nodes))
+    local = _clock_names(module, nodes)
     found = {
         Fault(kind, node.lineno, lines[node.lineno - 1].strip())  # type: ignore[attr-defined]
-        for name, body in _functions(tree)
+        for name, body in _functions(nodes)
         for node in _own(body)
         for kind in _kinds(module, node, local[name])
     }
     return sorted(found, key=lambda fault: fault.line)
 
 
-def files() -> list[Path]:
-    apart = {TESTS / "benchmarks", TESTS / "gpu_check", TESTS / "suite_plugins"}
-    return [path for path in sorted(TESTS.rglob("*.py")) if not apart & set(path.parents)]
+@pytest.fixture(scope="module")
+def files(modules: Mapping[str, Sequence[ast.AST]]) -> Mapping[str, Sequence[ast.AST]]:
+    """Return the modules of the tests that are read, by their path in tests/."""
+    apart = ("tests/benchmarks/", "tests/gpu_check/", "tests/suite_plugins/")
+    return {
+        path.removeprefix("tests/"): nodes
+        for path, nodes in modules.items()
+        if path.startswith("tests/") and not path.startswith(apart)
+    }
 
 
-def test_waits_and_limits_of_tests_follow_the_speed_of_the_machine() -> None:
+def test_waits_and_limits_of_tests_follow_the_speed_of_the_machine(
+    files: Mapping[str, Sequence[ast.AST]], modules: Mapping[str, Sequence[ast.AST]]
+) -> None:
     """Use `patient`, `wait_until` of suite_plugins.waiting, a count, or the order of events."""
     found = {
-        (str(path.relative_to(TESTS)), fault.kind, fault.text): f"tests/{path.relative_to(TESTS)}:{fault.line}"
-        for path in files()
-        for fault in faults_in(path.read_text(encoding="utf-8"))
+        (path, fault.kind, fault.text): f"tests/{path}:{fault.line}"
+        for path, nodes in files.items()
+        for fault in faults_in((TESTS / path).read_text(encoding="utf-8"), nodes, modules)
     }
     new = [f"{place}: {fault[1]}: {fault[2]}" for fault, place in found.items() if fault not in EXCEPTIONS]
     assert new == []
@@ -319,6 +333,13 @@ def test_scaled_and_counted_waits_are_accepted() -> None:
     assert faults_in(GOOD) == []
 
 
-def test_the_files_of_all_suites_are_read() -> None:
-    folders = {path.relative_to(TESTS).parts[0] for path in files()}
+def test_number_imported_from_another_file_of_the_tests_is_a_fixed_limit() -> None:
+    support = list(ast.walk(ast.parse("SECONDS = 9")))
+    text = "from support.limits import SECONDS as LIMIT\nprocess.communicate(timeout=LIMIT)\n"
+    [fault] = faults_in(text, modules={"tests/support/limits.py": support})
+    assert (fault.kind, fault.line) == (LIMIT, 2)
+
+
+def test_the_files_of_all_suites_are_read(files: Mapping[str, Sequence[ast.AST]]) -> None:
+    folders = {path.partition("/")[0] for path in files}
     assert {"cluster", "cluster_support", "box_support", "e2e", "trainer", "unit", "conftest.py"} <= folders

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -12,18 +12,6 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = re.compile(r"[a-z]+:")
-
-
-def pages() -> list[Path]:
-    """Return the Markdown files that git knows of or does not ignore."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
 
 
 @cache
@@ -54,9 +42,9 @@ def links_of(page: Path) -> list[str]:
     ]
 
 
-def test_links_between_files_lead_somewhere() -> None:
+def test_links_between_files_lead_somewhere(tracked_files: Sequence[Path]) -> None:
     broken, followed = [], 0
-    for page in pages():
+    for page in (file for file in tracked_files if file.suffix == ".md"):
         for link in links_of(page):
             if OUTSIDE.match(link):
                 continue
