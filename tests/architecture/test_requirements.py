@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
 from importlib.util import find_spec
 from itertools import pairwise
@@ -153,10 +154,13 @@ def test_an_audit_that_cannot_be_made_fails() -> None:
     assert re.search(r"pip-audit --strict ", (ROOT / "Makefile").read_text())
 
 
+distributions_by_module = cache(packages_distributions)
+
+
 def installed_by(module: str) -> str:
     """Return the distribution of an importable module; fail where there is none."""
     assert find_spec(module) is not None, f"{module} cannot be imported: `make install`"
-    (name,) = set(packages_distributions()[module])
+    (name,) = set(distributions_by_module()[module])
     return normalized(name)
 
 
