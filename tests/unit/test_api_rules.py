@@ -15,6 +15,7 @@ from finetune_operator.api.rules.column_rules import COLUMN_TASKS
 from finetune_operator.api.rules.processes import certain_ranks, nearest_multiples
 from finetune_operator.api.shapes import find, spec_shape
 from finetune_operator.api.types import FineTuneJobSpec
+from suite_plugins.each_case import each_case
 
 JOBS = Path(__file__).parent / "jobs"
 ROWS: dict[str, dict[str, list[dict[str, Any]]]] = yaml.safe_load((JOBS / "rules.yaml").read_text())
@@ -48,12 +49,12 @@ def test_every_rule_has_rows() -> None:
     assert len(RULES) > 40
 
 
-@pytest.mark.parametrize(("name", "patch"), rows("broken"))
+@each_case(("name", "patch"), rows("broken"))
 def test_a_spec_breaks_exactly_the_rule_of_its_row(name: str, patch: dict[str, Any]) -> None:
     assert broken_by(laid_over(patch)) == [name]
 
 
-@pytest.mark.parametrize(("name", "patch"), rows("kept"))
+@each_case(("name", "patch"), rows("kept"))
 def test_a_spec_next_to_it_breaks_no_rule(name: str, patch: dict[str, Any]) -> None:
     assert broken_by(laid_over(patch)) == []
 

@@ -9,9 +9,10 @@ import pytest
 
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
-from finetune_operator.api.shapes import leaves, spec_shape
+from finetune_operator.api.shapes import find, leaves, spec_shape
 from finetune_operator.api.validation import foreign, validate_job
 from finetune_operator.documents import read_documents
+from suite_plugins.each_case import each_case, pairs_of
 
 JOBS = Path(__file__).parent / "jobs"
 GOOD = sorted(path.stem for path in (JOBS / "good").glob("*.yaml"))
@@ -534,7 +535,7 @@ def test_a_good_job_has_no_problem(name: str) -> None:
     assert problems_of(JOBS / "good" / f"{name}.yaml") == []
 
 
-@pytest.mark.parametrize("name", BAD)
+@each_case("name", BAD)
 def test_a_bad_job_has_these_problems_and_no_other(name: str) -> None:
     problems = problems_of(JOBS / "bad" / f"{name}.yaml")
     assert [(problem.path, problem.reason) for problem in problems] == [row[:2] for row in BAD[name]]
@@ -542,7 +543,7 @@ def test_a_bad_job_has_these_problems_and_no_other(name: str) -> None:
         assert part in f"{problem.rule} | {problem.hint}"
 
 
-@pytest.mark.parametrize("name", BAD)
+@each_case("name", BAD)
 def test_no_message_speaks_the_language_of_a_library_or_repeats_a_token(name: str) -> None:
     for problem in problems_of(JOBS / "bad" / f"{name}.yaml"):
         text = f"{problem.path} {problem.value} {problem.rule} {problem.hint}"
@@ -585,9 +586,15 @@ def test_any_json_value_gets_an_answer(value: Any, expected: list[tuple[str, str
 STRANGE = ("no such word", "", "auto", -1.5, 2**70, True, [], {}, [1], {"k": None}, [[]], {"auto": 1}, [None])
 
 
-@pytest.mark.parametrize("leaf", leaves(spec_shape()))
-def test_any_value_in_any_field_is_accepted_or_blamed_once_on_that_field(leaf: str) -> None:
-    for strange in STRANGE:
+def kind_of(field: str) -> tuple[str, bool]:
+    """Return the form of a field below spec."""
+    shape = find(spec_shape(), field.split("."))
+    assert shape is not None
+    return type(shape.body).__name__, bool(shape.words)
+
+
+def test_any_value_in_any_field_is_accepted_or_blamed_once_on_that_field(pytestconfig: pytest.Config) -> None:
+    for leaf, strange in pairs_of(leaves(spec_shape()), STRANGE, kind_of, pytestconfig.getoption("--everything")):
         value = job()
         target = value["spec"]
         *above, last = leaf.split(".")
@@ -595,12 +602,12 @@ def test_any_value_in_any_field_is_accepted_or_blamed_once_on_that_field(leaf: s
             target = target.setdefault(part, {})
         target[last] = strange
         read, problems = validate_job(value, LOCAL_SETTINGS)
-        assert (read is None) == bool(problems)
+        assert (read is None) == bool(problems), (leaf, strange)
         paths = [problem.path for problem in problems if problem.reason not in ("NotYetSupported", "Required")]
-        assert len(set(paths)) == len(paths), (strange, problems)
-        assert "Traceback" not in str(problems)
+        assert len(set(paths)) == len(paths), (leaf, strange, problems)
+        assert "Traceback" not in str(problems), (leaf, strange)
         if any(problem.reason in ("Invalid", "NotSupported", "Unknown") for problem in problems):
-            assert any(path.startswith(f"spec.{leaf.split('.')[0]}") for path in paths), (strange, problems)
+            assert any(path.startswith(f"spec.{leaf.split('.')[0]}") for path in paths), (leaf, strange, problems)
 
 
 def test_a_missing_choice_of_stage_is_reported_with_the_other_faults() -> None:

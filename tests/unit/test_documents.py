@@ -23,6 +23,7 @@ from finetune_operator.documents import (
     read_documents,
 )
 from finetune_operator.documents.nodes import MAX_DEPTH, MAX_NODES
+from suite_plugins.each_case import each_case
 from suite_plugins.fuzz import examples
 
 SCALARS: dict[str, JsonValue] = {
@@ -309,7 +310,7 @@ def refusals_of(source: str | bytes) -> list[Problem]:
     return problems
 
 
-@pytest.mark.parametrize("text", SCALARS)
+@each_case("text", SCALARS)
 def test_a_scalar_has_the_value_that_kubectl_gives_it(text: str) -> None:
     expected = strictly([{"a": SCALARS[text]}])
     assert strictly(values_of(f"a: {text}\n")) == expected
@@ -322,7 +323,7 @@ def test_a_key_has_the_name_that_kubectl_gives_it(text: str) -> None:
     assert values_of(f"{text}: x\n") == [{KEYS[text]: "x"}]
 
 
-@pytest.mark.parametrize("sentence", DOCUMENTS)
+@each_case("sentence", DOCUMENTS)
 def test_documents_have_the_values_that_kubectl_gives_them(sentence: str) -> None:
     text, expected = DOCUMENTS[sentence]
     assert strictly(values_of(text)) == strictly(expected)
@@ -409,7 +410,7 @@ REFUSED: dict[str, tuple[str, int, int, str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("sentence", REFUSED)
+@each_case("sentence", REFUSED)
 def test_ambiguous_yaml_is_refused_with_its_position(sentence: str) -> None:
     text, line, column, path, reason, rule_part = REFUSED[sentence]
     (problem,) = refusals_of(text)

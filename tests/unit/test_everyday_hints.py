@@ -10,6 +10,7 @@ from finetune_operator.api.notices import notices, null_evaluation
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
 from finetune_operator.api.validation import validate_job
 from mending import job_document, mend
+from suite_plugins.each_case import each_case
 
 CHAT = {"task": "text-generation", "model": {"uri": "hf://a/b"}}
 SPOT = {"enabled": True}
@@ -116,7 +117,7 @@ HINTS: tuple[tuple[str, dict[str, Any], str, str], ...] = (
 """Name of the case, fields of the spec, field of the message, and its hint."""
 
 
-@pytest.mark.parametrize(("spec", "field", "hint"), [row[1:] for row in HINTS], ids=[row[0] for row in HINTS])
+@each_case(("spec", "field", "hint"), [row[1:] for row in HINTS], ids=[row[0] for row in HINTS])
 def test_everyday_mistake_gets_its_hint(spec: dict[str, Any], field: str, hint: str) -> None:
     _, problems = validate_job(job_document(spec), LOCAL_SETTINGS)
     assert hint in [problem.hint for problem in problems if problem.path == f"spec.{field}"]

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from finetune_operator.api.validation import validate_job
 from finetune_operator.cli.main import app
 from finetune_operator.documents import read_documents
 from mending import Edit, alternatives, apply, job_document, mend, parts, without_gone
+from suite_plugins.each_case import each_case, pairs_of
 
 JOBS = Path(__file__).parent / "jobs"
 BAD = sorted(path.stem for path in (JOBS / "bad").glob("*.yaml"))
@@ -88,7 +90,7 @@ def mended(name: str) -> tuple[list[str], set[str]]:
     return [text_of(problem) for problem in problems_of(document)], used
 
 
-@pytest.mark.parametrize("name", BAD)
+@each_case("name", BAD)
 def test_a_bad_file_is_good_once_its_messages_are_followed(name: str) -> None:
     left, used = mended(name)
     assert left == []
@@ -121,7 +123,7 @@ _COLUMNS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "patch"), [*_BROKEN, *_COLUMNS])
+@each_case(("name", "patch"), [*_BROKEN, *_COLUMNS])
 def test_the_hint_of_a_rule_keeps_the_rule(name: str, patch: dict[str, Any]) -> None:
     """Each readable alternative of the message clears the problem; one of all, or one of the specs in `mended` beside
     the rule's broken specs, leaves no problem at all.
@@ -159,23 +161,32 @@ CHOICES = (
 """Begins of hints that leave a value to their reader, who knows what the job is for."""
 
 
-@pytest.mark.parametrize("value", [[], {}, "text", ["a", "b"], 0, True], ids=json.dumps)
-def test_hints_for_a_wrong_form_of_any_field_can_be_followed(value: Any) -> None:
+FORMS: tuple[Any, ...] = ([], {}, "text", ["a", "b"], 0, True)
+
+
+def kind_of(field: str) -> tuple[str, bool]:
+    """Return the form of a field below spec."""
+    shape = find(spec_shape(), field.split("."))
+    assert shape is not None
+    return type(shape.body).__name__, bool(shape.words)
+
+
+def test_hints_for_a_wrong_form_of_any_field_can_be_followed(pytestconfig: pytest.Config) -> None:
     """Each hint is an edit that `mending` reads, or leaves a choice to its reader; edits lead to a valid job."""
     tried = 0
-    for field in FIELDS:
+    for field, value in pairs_of(FIELDS, FORMS, kind_of, pytestconfig.getoption("--everything")):
         document, read = apply(job(), [Edit(f"spec.{field}", value)]), True
         for _ in range(ROUNDS):
             problems = problems_of(document) if read else []
             for problem in problems:
                 ways = alternatives(problem)
-                assert ways or re.match("|".join(CHOICES), problem.hint), text_of(problem)
+                assert ways or re.match("|".join(CHOICES), problem.hint), (field, value, text_of(problem))
                 read = read and bool(ways)
             for problem in problems if read else ():
                 document = apply(document, alternatives(problem)[0])
             document = without_gone(document)
         if read:
-            assert [text_of(problem) for problem in problems_of(document)] == [], field
+            assert [text_of(problem) for problem in problems_of(document)] == [], (field, value)
             tried += 1
     assert tried > 100
 
@@ -190,7 +201,7 @@ def shape_at(field: str) -> Any:
     return find(spec_shape(), rest)
 
 
-@pytest.mark.parametrize("row", NAMES, ids=lambda row: row.names[0])
+@each_case("row", NAMES, ids=lambda row: row.names[0])
 def test_a_foreign_name_points_to_a_field_that_exists_and_works(row: ForeignName) -> None:
     assert row.names
     if row.field is None:
@@ -202,7 +213,7 @@ def test_a_foreign_name_points_to_a_field_that_exists_and_works(row: ForeignName
         assert accepts(find(spec_shape(), row.field.split(".")[1:]), row.value)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("row", VALUES, ids=lambda row: f"{row.field}-{row.names[0]}")
+@each_case("row", VALUES, ids=lambda row: f"{row.field}-{row.names[0]}")
 def test_a_foreign_value_points_to_values_that_are_taken(row: ForeignValue) -> None:
     shape = shape_at(row.field)
     assert shape
@@ -244,36 +255,48 @@ def test_the_table_has_no_name_that_is_a_field_where_it_stands() -> None:
 PLACES = ("", "spec", "spec.training", "spec.model", "spec.resources", "spec.parallelism", "spec.dataset")
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_foreign_name_in_any_object_gets_a_valid_hint(place: str) -> None:
-    """At every depth, each readable edit of the message removes the name and leads to no other unknown name."""
+def own_names(place: str) -> set[str]:
+    """Return the fields of an object."""
     body = spec_shape() if place in ("", "spec") else find(spec_shape(), place.split(".")[1:])
     assert body is not None
     assert isinstance(body.body, Fields)
-    own = {plain(name) for name in body.body.fields} if place else {"spec", "kind", "metadata"}
-    tried = 0
-    for row in NAMES:
-        for name in row.names:
-            if plain(name) in own or find_name(name, place.rpartition(".")[2]) is None:
-                continue
-            document = job()
-            target = document
-            for part in parts(place):
-                target = target.setdefault(str(part), {})
-            target[name] = 1
-            path = format_path((*parts(place), name))
-            (problem,) = [problem for problem in problems_of(document) if problem.path == path]
-            assert "the fields here are" not in problem.hint, text_of(problem)
-            for edits in alternatives(problem):
-                after = problems_of(without_gone(apply(document, edits)))
-                assert path not in [found.path for found in after], text_of(problem)
-                unknown = [found for found in after if found.reason in ("Unknown", "NotYetSupported", "Forbidden")]
-                assert unknown == [], text_of(problem)
-                tried += 1
-    assert tried > 20
+    return {plain(name) for name in body.body.fields} if place else {"spec", "kind", "metadata"}
 
 
-@pytest.mark.parametrize("row", VALUES, ids=lambda row: f"{row.field}-{row.names[0]}")
+def places_of(everything: bool) -> Iterator[tuple[str, str]]:
+    """Yield names with places where they are foreign: one for each name, in turn; all with `everything`."""
+    own = {place: own_names(place) for place in PLACES}
+    for at, name in enumerate(name for row in NAMES for name in row.names):
+        places = [
+            place
+            for place in PLACES
+            if plain(name) not in own[place] and find_name(name, place.rpartition(".")[2]) is not None
+        ]
+        yield from ((name, place) for place in (places if everything or not places else [places[at % len(places)]]))
+
+
+def test_foreign_name_in_any_object_gets_a_valid_hint(pytestconfig: pytest.Config) -> None:
+    """At every depth, each readable edit of the message removes the name and leads to no other unknown name."""
+    tried: Counter[str] = Counter()
+    for name, place in places_of(pytestconfig.getoption("--everything")):
+        document = job()
+        target = document
+        for part in parts(place):
+            target = target.setdefault(str(part), {})
+        target[name] = 1
+        path = format_path((*parts(place), name))
+        (problem,) = [problem for problem in problems_of(document) if problem.path == path]
+        assert "the fields here are" not in problem.hint, text_of(problem)
+        for edits in alternatives(problem):
+            after = problems_of(without_gone(apply(document, edits)))
+            assert path not in [found.path for found in after], text_of(problem)
+            unknown = [found for found in after if found.reason in ("Unknown", "NotYetSupported", "Forbidden")]
+            assert unknown == [], text_of(problem)
+            tried[place] += 1
+    assert min(tried[place] for place in PLACES) > 20
+
+
+@each_case("row", VALUES, ids=lambda row: f"{row.field}-{row.names[0]}")
 def test_foreign_value_gets_a_valid_hint(row: ForeignValue) -> None:
     for name in row.names:
         document = apply(job(), [])
@@ -423,7 +446,7 @@ ONE_BY_ONE = {
 }
 
 
-@pytest.mark.parametrize("case", ONE_BY_ONE)
+@each_case("case", ONE_BY_ONE)
 def test_mistakes_of_beginners_get_a_hint(case: str) -> None:
     patch, expected = ONE_BY_ONE[case]
     # Problems that the edit then causes follow.

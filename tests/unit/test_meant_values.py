@@ -10,6 +10,7 @@ from finetune_operator.api.mounted_claims import on_claim
 from finetune_operator.api.settings import LOCAL_SETTINGS
 from finetune_operator.api.validation import validate_job
 from mending import job_document
+from suite_plugins.each_case import each_case
 
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "a share in per cent": ({"training": {"warmupSteps": "10%"}}, "training.warmupSteps", "write 0.1"),
@@ -210,7 +211,7 @@ def problems_of(spec: dict[str, Any]) -> dict[str, str]:
     return {problem.path: problem.hint for problem in validate_job(document, LOCAL_SETTINGS)[1]}
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_case("name", CASES)
 def test_hint_names_the_intended_value(name: str) -> None:
     spec, path, hint = CASES[name]
     assert problems_of(spec).get(f"spec.{path}") == hint

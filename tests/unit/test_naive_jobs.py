@@ -10,29 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from finetune_operator.api.settings import LOCAL_SETTINGS
 from finetune_operator.api.validation import validate_job
 from finetune_operator.cli.job_files import Inputs, read_inputs
 from finetune_operator.documents import read_documents
 from mending import mend
+from suite_plugins.each_case import each_case
 
 JOBS = Path(__file__).parent / "jobs"
 NAIVE = sorted(path.name for path in (JOBS / "naive").glob("*.yaml"))
 MENDED = sorted(path.name for path in (JOBS / "naive-mended").glob("*.yaml"))
-VALID = (
-    *("112.yaml", "113.yaml", "114.yaml", "115.yaml", "116.yaml", "117.yaml", "118.yaml", "119.yaml", "120.yaml"),
-    *("147.yaml", "148.yaml", "361.yaml", "370.yaml", "376.yaml", "397.yaml", "411.yaml", "413.yaml", "418.yaml"),
-    *("421.yaml", "442.yaml", "443.yaml", "454.yaml", "459.yaml", "468.yaml", "514.yaml", "515.yaml", "516.yaml"),
-    *("517.yaml", "555.yaml", "582.yaml", "583.yaml", "584.yaml", "594.yaml", "619.yaml"),
-    *("620.yaml", "621.yaml", "634.yaml", "638.yaml", "661.yaml", "663.yaml"),
-    *("670.yaml", "679.yaml", "688.yaml", "707.yaml", "715.yaml"),
-)
-"""Valid jobs: without a fault, or with one that only a model, a node or the data show, which `finetune plan` and
-prepare report."""
-
-
 FIRST_MENDED_LITERALLY = 151
 """Number of the first file whose corrected form is that of its messages, followed literally by `mending`."""
 BY_HAND = frozenset({
@@ -68,17 +55,12 @@ def test_messages_about_naive_jobs_are_those_on_record(golden: Callable[[str, st
     golden("jobs/naive/messages.txt", "\n".join(map(messages, NAIVE)) + "\n")
 
 
-@pytest.mark.parametrize("name", NAIVE)
-def test_naive_job_has_a_problem(name: str) -> None:
-    assert bool(inputs_of("naive", name).problems) == (name not in VALID)
-
-
-@pytest.mark.parametrize("name", MENDED)
+@each_case("name", MENDED)
 def test_job_corrected_by_its_first_message_is_valid(name: str) -> None:
     assert [problem.path for _, problem in inputs_of("naive-mended", name).problems] == []
 
 
-@pytest.mark.parametrize(
+@each_case(
     "name", [each for each in MENDED if int(each[:3]) >= FIRST_MENDED_LITERALLY and int(each[:3]) not in BY_HAND]
 )
 def test_messages_followed_literally_give_the_corrected_job(name: str) -> None:

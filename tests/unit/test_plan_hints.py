@@ -24,6 +24,7 @@ from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Adaptation, Facts, NodesFacts, NodesNetwork, PlanRefused
 from mending import Edit, alternatives, apply, created_at, job_document, missed_calls, without_gone
 from planning_support.cases import BERT, llama_1b
+from suite_plugins.each_case import each_case
 
 PLANNING = Path(planning.__path__[0])
 GPUS = parse_hardware("gpu=H100,memory=80Gi,gpus=8,cpu=64,hostMemory=2Ti")
@@ -289,7 +290,7 @@ def still(problem: Problem, after: tuple[Problem, ...]) -> list[str]:
     return [f"{each.path}: {each.rule}" for each in after if (each.path, each.rule) == (problem.path, problem.rule)]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in OUTSIDE])
+@each_case("case", [case for case in CASES if case not in OUTSIDE])
 def test_each_hint_of_a_refusal_clears_it_and_one_leads_to_a_plan(case: str) -> None:
     spec, known = CASES[case]
     written = document(spec)

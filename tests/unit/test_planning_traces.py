@@ -10,6 +10,7 @@ import pytest
 from finetune_operator.api.settings import Planning
 from finetune_operator.planning.architectures import ARCHITECTURES, model_facts
 from finetune_operator.planning.memory import ALLOCATOR_SHARE, CUDA_CONTEXT_BYTES
+from suite_plugins.each_case import each_case
 from tracing_support.memory_table import KEPT, TRACED, KeptTrace, allocated, kept_traces, planned
 from tracing_support.traced_cases import Case
 
@@ -41,7 +42,7 @@ def errors(cases: list[Case]) -> list[float]:
     return [abs(allocated(planned(case, TRACES[case.name])) / TRACES[case.name].peak - 1) for case in cases]
 
 
-@pytest.mark.parametrize("case", TRACED, ids=lambda case: case.name)
+@each_case("case", TRACED, ids=lambda case: case.name)
 def test_plan_counts_the_memory_that_a_trace_finds(case: Case):
     trace = TRACES[case.name]
     made = planned(case, trace)
@@ -51,7 +52,7 @@ def test_plan_counts_the_memory_that_a_trace_finds(case: Case):
     assert LOW <= ratio <= HIGH, f"{ratio:.3f} of the peak in {trace.phase}: planned {terms}, traced {held}"
 
 
-@pytest.mark.parametrize("case", TRACED, ids=lambda case: case.name)
+@each_case("case", TRACED, ids=lambda case: case.name)
 def test_plan_accepts_nothing_that_a_trace_refutes(case: Case):
     trace = TRACES[case.name]
     # The context is what a GPU holds beside the trainer's tensors: this card lacks one byte.
@@ -79,7 +80,7 @@ def is_accepted(case: Case, trace: KeptTrace, card: int) -> bool:
     return made.total_bytes <= (1 - MARGIN) * made.capacity_bytes
 
 
-@pytest.mark.parametrize("case", TRACED, ids=lambda case: case.name)
+@each_case("case", TRACED, ids=lambda case: case.name)
 def test_plan_accepts_cards_with_room_for_trace_and_overhead(case: Case):
     trace = TRACES[case.name]
     needed = (trace.peak + stated_overhead(trace)) / (1 - MARGIN)
@@ -108,9 +109,7 @@ def test_longformer_and_qlora_are_among_the_held_traces():
 COMPARED = set(ARCHITECTURES) - {"t5"}
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in TRACED if case.config["model_type"] in COMPARED], ids=lambda case: case.name
-)
+@each_case("case", [case for case in TRACED if case.config["model_type"] in COMPARED], ids=lambda case: case.name)
 def test_formulas_count_the_model_that_the_trainer_measures(case: Case):
     counted, measured = model_facts(case.model_config, case.task), TRACES[case.name].facts
     assert {name: getattr(counted, name) for name in COUNTED} == {name: getattr(measured, name) for name in COUNTED}

@@ -15,6 +15,7 @@ from finetune_operator.reconcile.failure_diagnosis import first_cause, on_node_l
 from finetune_operator.reconcile.reconcile_types import ChildView, Ended, ObjectRef, PodView
 from finetune_operator.reconcile.remedies import REMEDIES, OperatorCause, Remedy
 from reconcile_world import World, through
+from suite_plugins.each_case import each_case
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 CHILD = ChildView(
@@ -360,7 +361,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@each_case("case", CASES.values(), ids=CASES.keys())
 def test_the_first_cause(case: Case):
     found = first_cause(Stage.TRAIN, case.child, case.pods)
     seen = (found.cause.value, found.reason, found.remedy, None if found.pod is None else found.pod.name)

@@ -17,6 +17,7 @@ from finetune_operator.api.problems import (
     holds_secret,
 )
 from finetune_operator.api.validation import validate_job
+from suite_plugins.each_case import each_case
 
 MANY = 40_000
 """More than a job may have. A quadratic step over it exceeds the time limit on any machine."""
@@ -80,9 +81,9 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("levels", [90, 500, 9_000, 100_000])
-@pytest.mark.parametrize("wrap", DEEP.values(), ids=DEEP.keys())
-@pytest.mark.parametrize("place", PLACES)
+@each_case("levels", [90, 500, 9_000, 100_000])
+@each_case("wrap", DEEP.values(), ids=DEEP.keys())
+@each_case("place", PLACES)
 def test_a_deep_value_is_refused_where_it_stands(place: str, wrap: Any, levels: int) -> None:
     value: Any = 1
     for _ in range(levels):
