@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 FUZZ_FACTOR = 25
@@ -20,19 +21,24 @@ _COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", _COMMON, derandomize=True, database=None, max_examples=100)
 settings.register_profile("fuzz", _COMMON, derandomize=False, print_blob=True, max_examples=100 * FUZZ_FACTOR)
 settings.load_profile("ci")
+_with_everything = False
 
 
-def examples(count: int, **changes: Any) -> settings:
-    """Return settings for `count` examples in `ci` and FUZZ_FACTOR times as many in `fuzz`; `changes`: other settings.
+def examples(count: int, everything: int | None = None, **changes: Any) -> settings:
+    """Return settings for `count` examples in `ci`. `everything`: examples with --everything, and FUZZ_FACTOR times as
+    many in `fuzz`, if not `count`; `changes`: other settings.
 
     Without it a test gets 100 examples in `ci`.
     """
-    return settings(max_examples=scaled(count), **changes)
+    return settings(max_examples=scaled(count, everything), **changes)
 
 
-def scaled(count: int) -> int:
-    """Return `count`, or FUZZ_FACTOR times as many under `fuzz`."""
-    return count * FUZZ_FACTOR if _fuzzing() else count
+def scaled(count: int, everything: int | None = None) -> int:
+    """Return `count`, or `everything` with --everything; FUZZ_FACTOR times as many under `fuzz`."""
+    more = count if everything is None else everything
+    if _fuzzing():
+        return more * FUZZ_FACTOR
+    return more if _with_everything else count
 
 
 def generator(seed: int) -> random.Random:
@@ -41,6 +47,11 @@ def generator(seed: int) -> random.Random:
         seed = random.SystemRandom().randrange(2**32)
         print(f"seed: {seed}")
     return random.Random(seed)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _with_everything
+    _with_everything = config.getoption("--everything")
 
 
 def _fuzzing() -> bool:

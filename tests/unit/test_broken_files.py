@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from finetune_command import finetune
 from finetune_operator.cli.main import app
 from finetune_operator.documents import MAX_BYTES, read_documents
 from finetune_operator.shell.command import app as operator_app
+from suite_plugins.each_case import each_case
 from suite_plugins.fuzz import examples
+from suite_plugins.selection import covering
 
 GOOD = str(FOLDER / "quickstart.yaml")
 COMMANDS: dict[str, Callable[[str], tuple[object, list[str]]]] = {
@@ -85,11 +88,27 @@ def assert_answered(result: Result, codes: Sequence[int] = (0, 1, 2)) -> None:
     assert result.exit_code == 0 or result.output.strip(), "it says nothing"
 
 
-@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN.keys())
-@pytest.mark.parametrize("command", COMMANDS)
-def test_broken_file_is_reported(command: str, content: bytes, tmp_path: Path) -> None:
+GRID = {f"{command} of {content}": (command, content) for command in COMMANDS for content in BROKEN}
+
+
+@cache
+def refusal(content: str) -> str:
+    """Return the step that refuses the content."""
+    documents, problems = read_documents(BROKEN[content])
+    return problems[0].reason if problems else "after reading" if documents else "nothing"
+
+
+def axes(case: tuple[str, str]) -> dict[str, Hashable]:
+    """Return the axes: commands share the reader, so each meets every kind of refusal, but not every content."""
+    command, content = case
+    return {"command": command, "refusal": refusal(content), "content": content}
+
+
+@pytest.mark.parametrize("case", covering("broken files", GRID, axes))
+def test_broken_file_is_reported(case: str, tmp_path: Path) -> None:
+    command, content = GRID[case]
     file = tmp_path / "broken.yaml"
-    file.write_bytes(content)
+    file.write_bytes(BROKEN[content])
     assert_answered(run_command(command, file))
 
 
@@ -98,8 +117,8 @@ def test_helm_template_is_recognized() -> None:
     assert "helm template" in problem.hint
 
 
-@pytest.mark.parametrize("command", ["plan", "run"])
-@pytest.mark.parametrize("example", EXAMPLES)
+@each_case("command", ["plan", "run"])
+@each_case("example", EXAMPLES)
 def test_every_example_is_answered_also_where_it_cannot_run(command: str, example: str) -> None:
     assert_answered(run_command(command, FOLDER / f"{example}.yaml"))
 
@@ -142,7 +161,7 @@ SOURCES = [(FOLDER / f"{name}.yaml").read_bytes() for name in EXAMPLES]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@examples(80)
+@examples(8, everything=80)
 @given(content=broken())
 def test_no_broken_example_ends_in_a_traceback(
     command: str, tmp_path_factory: pytest.TempPathFactory, content: bytes
@@ -156,7 +175,8 @@ def test_no_broken_example_ends_in_a_traceback(
 def test_command_reports_a_broken_file_with_its_line(command: str, tmp_path: Path) -> None:
     file = tmp_path / "broken.yaml"
     file.write_bytes(BROKEN["an unfinished list"])
-    ran = finetune(command, "broken.yaml", folder=tmp_path, own_process=True)
+    # A fault of the program's start would show in one of them.
+    ran = finetune(command, "broken.yaml", folder=tmp_path, own_process=command == "validate")
     assert ran.returncode == 1
     assert "broken.yaml:2" in ran.stdout + ran.stderr
     assert "Traceback" not in ran.stdout + ran.stderr
