@@ -21,8 +21,6 @@ from finetune_operator.api.docs import api_reference, launchers_table, names_ref
 from finetune_operator.cli.main import COMMANDS, app
 from finetune_operator.planning.gpu_table import GPU_MODELS
 from finetune_operator.shell import operator_metrics
-from finetune_trainer.strategies.tensor import tensor_families_json
-from finetune_trainer.training.training_arguments import known_arguments_json
 from support_matrix import support_matrix
 
 
@@ -81,9 +79,26 @@ data:
 
 def dry_runs() -> str:
     """Return the table of functions that a dry run on fake GPUs switches off. The table imports torch."""
+    from finetune_trainer.strategies.deepspeed_import import import_deepspeed
+
+    import_deepspeed()
     from tracing_support.switched_off import table
 
     return table()
+
+
+def known_arguments() -> str:
+    """Return the list of known arguments. It is made from transformers' own."""
+    from finetune_trainer.training.training_arguments import known_arguments_json
+
+    return known_arguments_json()
+
+
+def tensor_families() -> str:
+    """Return the list of models that tensor parallelism can divide. It is made from transformers' plans."""
+    from finetune_trainer.strategies.tensor import tensor_families_json
+
+    return tensor_families_json()
 
 
 def traced_memory() -> str:
@@ -133,16 +148,19 @@ GENERATED: dict[str, Callable[[], str]] = {
     "manifests/gitops/argocd/argocd-cm.yaml": argo_health,
     "manifests/examples/README.md": between_marks("manifests/examples/README.md", table),
     **{f"manifests/examples/{name}.yaml": with_head(name) for name in EXAMPLES},
-    "docs/gpu.md": between_marks("docs/gpu.md", dry_runs),
     "docs/memory.md": between_marks("docs/memory.md", traced_memory),
     "docs/metrics.md": between_marks("docs/metrics.md", operator_metrics.reference),
-    "trainer_image/contract/finetune_contract/training_arguments.json": known_arguments_json,
-    "trainer_image/contract/finetune_contract/tensor_families.json": tensor_families_json,
 }
+FROM_TRAINER: dict[str, Callable[[], str]] = {
+    "docs/gpu.md": between_marks("docs/gpu.md", dry_runs),
+    "trainer_image/contract/finetune_contract/training_arguments.json": known_arguments,
+    "trainer_image/contract/finetune_contract/tensor_families.json": tensor_families,
+}
+"""Files whose content needs torch or transformers: tests/trainer compares these."""
 
 
 def main() -> None:
-    for path, content in GENERATED.items():
+    for path, content in (GENERATED | FROM_TRAINER).items():
         file = ROOT / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content(), encoding="utf-8")

@@ -12,11 +12,12 @@ import yaml
 from finetune_operator.api.crd import FREE_LEVELS, TYPED, crd, json_schema
 from finetune_operator.api.types import QUANTITY_PATTERN
 from generate import GENERATED
+from suite_plugins.each_case import each_case
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("path", GENERATED)
+@each_case("path", GENERATED)
 def test_generated_file_is_up_to_date(path: str) -> None:
     assert (ROOT / path).read_text(encoding="utf-8") == GENERATED[path](), "run: make generate"
 

@@ -2,59 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from finetune_contract.facts import DataFacts, HardwareFacts, SplitFacts
 from finetune_operator.api.deepspeed_overrides import OWNED_KEYS, override_problems
-from finetune_operator.api.settings import CLUSTER_SETTINGS
-from finetune_operator.api.types import FineTuneJob
-from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.assumed_facts import parse_hardware
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts, JobPlan
-from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, files, fingerprint
+from finetune_operator.rendering.contract import files, fingerprint
 from finetune_operator.rendering.deepspeed_config import deepspeed_config, uses_offload_folder
 from finetune_operator.rendering.merging import merge
-from suite_plugins.patience import patient
+from planning_support.deepspeed_plans import MODEL, planned
 
-MODEL = model_facts(
-    {
-        "model_type": "bert",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-        "vocab_size": 1000,
-        "max_position_embeddings": 64,
-    }
-)
-DATA = DataFacts(fingerprint="f", splits={"train": SplitFacts(rows=640, tokens=640 * 20, longest=32)}, max_length=64)
-CPU = HardwareFacts(cpu_cores=2, memory_bytes=16 << 30)
 GPUS = parse_hardware("gpu=H100,gpus=2")
-
-
-def planned(parallelism: dict[str, Any], hardware: HardwareFacts = CPU, **training: Any) -> JobPlan:
-    document = {
-        "apiVersion": "finetune.dev/v1alpha1",
-        "kind": "FineTuneJob",
-        "metadata": {"name": "reviews"},
-        "spec": {
-            "task": "text-classification",
-            "model": {"uri": "hf://org/model"},
-            "dataset": {"uri": "hf://org/data"},
-            "training": {"globalBatchSize": 64, "maxGradNorm": 0.5, **training},
-            "parallelism": parallelism,
-            "resources": {"gpusPerNode": hardware.gpus_per_node},
-        },
-    }
-    job = FineTuneJob.model_validate_json(json.dumps(document))
-    return plan(job, Facts(model=MODEL, data=DATA, hardware=hardware), CLUSTER_SETTINGS)
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
@@ -244,65 +203,6 @@ def test_every_key_that_a_plan_writes_and_another_field_decides_is_owned():
 
 
 # ------------------------------------------------------------------------------------------------- the libraries' view
-
-TRAINING_ARGUMENTS = """
-import json, sys
-from transformers import TrainingArguments
-answers = []
-for job, config in json.load(sys.stdin):
-    training = job["training"]
-    arguments = TrainingArguments(
-        output_dir="out",
-        use_cpu=True,
-        deepspeed=config,
-        per_device_train_batch_size=training["batch"]["microBatchSize"],
-        gradient_accumulation_steps=training["batch"]["gradientAccumulation"],
-        learning_rate=training["learningRate"],
-        weight_decay=training["weightDecay"],
-        max_grad_norm=training["maxGradNorm"],
-        max_steps=training["maxSteps"],
-        bf16=training["precision"] == "bf16",
-        fp16=training["precision"] == "fp16",
-    )
-    in_force = arguments.hf_deepspeed_config
-    changed = sorted(key for key in config if in_force.config.get(key) != config[key])
-    answers.append({"mismatches": in_force.mismatches, "changed": changed})
-print(json.dumps(answers))
-"""
-
-
-def test_transformers_finds_no_difference_to_its_own_arguments(tmp_path):
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    one_process = HardwareFacts(cpu_cores=1, memory_bytes=16 << 30)
-    plans = [
-        planned({"zeroStage": 2}, one_process, microBatchSize=8),
-        planned(
-            {"strategy": "deepspeed", "zeroStage": 3, "offload": {"optimizer": "cpu"}},
-            one_process,
-            precision="bf16",
-            weightDecay=0.01,
-        ),
-        planned(
-            {"strategy": "deepspeed", "zeroStage": 3, "offload": {"optimizer": "nvme", "parameters": "cpu"}},
-            one_process,
-        ),
-        planned({"strategy": "deepspeed", "zeroStage": 2}, parse_hardware("gpu=T4,gpus=1"), precision="fp16"),
-    ]
-    questions = [[json.loads(files(each)[name]) for name in (JOB_FILE, DEEPSPEED_FILE)] for each in plans]
-    # In a process of its own: a DeepSpeed configuration is global state that would reach other tests.
-    ran = subprocess.run(
-        [sys.executable, "-c", TRAINING_ARGUMENTS],
-        input=json.dumps(questions),
-        cwd=tmp_path,
-        env=os.environ | {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=patient(300),
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    assert json.loads(ran.stdout.strip().splitlines()[-1]) == [{"mismatches": [], "changed": []}] * 4
 
 
 # ------------------------------------------------------------------------------------------------------------ contract

@@ -5,12 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import pytest
-
 from finetune_operator.api.deepspeed_keys import KNOWN_KEYS, OPEN_SECTIONS
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-deepspeed_config = pytest.importorskip("deepspeed.runtime.config", reason="deepspeed is not installed")
+from finetune_trainer.strategies.deepspeed_import import import_deepspeed
 
 
 class Recorder(dict[str, Any]):
@@ -46,10 +42,12 @@ class Recorder(dict[str, Any]):
 
 def keys_of_installed_deepspeed() -> dict[tuple[str, ...], frozenset[str]]:
     """Return section -> keys: those that DeepSpeed reads in a configuration, and fields of its pydantic sections."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import_deepspeed()
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
     from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
-    from deepspeed.runtime.config import HybridEngineConfig
+    from deepspeed.runtime.config import DeepSpeedConfig, HybridEngineConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -61,7 +59,7 @@ def keys_of_installed_deepspeed() -> dict[tuple[str, ...], frozenset[str]]:
 
     seen: dict[tuple[str, ...], set[str]] = {}
     config = {"train_batch_size": 1, "activation_checkpointing": {}, "aio": {}, "flops_profiler": {}, "data_types": {}}
-    deepspeed_config.DeepSpeedConfig(Recorder((), seen, config))
+    DeepSpeedConfig(Recorder((), seen, config))
     models = {
         ("zero_optimization",): DeepSpeedZeroConfig,
         ("zero_optimization", "offload_optimizer"): DeepSpeedZeroOffloadOptimizerConfig,
