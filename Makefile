@@ -20,11 +20,9 @@ IMAGES ?= operator trainer
 # Where each suite leaves its JUnit report, which `make test-times` reads.
 REPORTS ?= .test-reports
 REPORT = --junitxml=$(REPORTS)/$@.xml
-# A call of pytest that does not come to its first test must not leave the report of an earlier one.
-FORGET = @rm -f $(REPORTS)/$@.*
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-everything test-gpu-dry trace-memory measure-cpu-memory test-cluster test-e2e test-times test-changed images tools requirements audit \
+.PHONY: help install quickstart test test-everything test-gpu-dry trace-memory measure-cpu-memory test-cluster test-e2e test-times test-changed images tools requirements audit \
   release release-compare fuzz gpu-check lint format generate pictures benchmark clean
 
 help: ## Show the targets
@@ -58,25 +56,22 @@ $(TOOLS)/.installed: requirements/build.txt requirements/tools.txt
 quickstart: install ## Fine-tune, evaluate and predict on this machine (about 2 minutes after installing)
 	$(BIN)/finetune run manifests/examples/quickstart.yaml --workspace $(WORKSPACE)
 
-test: install ## Run the tests that need no cluster, but the slowest (under 15 minutes on 2 cores)
-	$(FORGET)
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_BESIDE) $(REPORT)
+test: install ## Run the tests of T1: all that need no cluster and are cheap (about 6 minutes on 2 cores)
+	@mkdir -p $(REPORTS)
+	$(BIN)/python -m pytest --cheap $(PYTEST_BESIDE) $(REPORT) $(ARGS)
+	@$(PYTHON) .ci/budgets.py --tier T1 $(REPORTS)/test.xml
 
-test-slow: install ## Run the slowest of them: every strategy against one process, README from a fresh start (about 10 minutes)
-	$(FORGET)
-	$(BIN)/python -m pytest -m slow --timeout $(SLOW_SECONDS) $(PYTEST_BESIDE) $(REPORT)
+test-everything: install ## Run all tests with every case of every grid, in parts of at most 40 minutes (PART=1/6)
+	@$(BIN)/python .ci/suites.py t3 $(if $(PART),--part $(PART)) $(ARGS)
 
-test-everything: install ## Run both with every case of every grid, of which CI runs a selection (about an hour)
-	$(FORGET)
-	$(BIN)/python -m pytest --everything --timeout $(SLOW_SECONDS) $(PYTEST_BESIDE) $(REPORT)
-	$(BIN)/python -m pytest --everything --timeout $(SLOW_SECONDS) tests/tracing
+test-changed: install ## Run the dear tests that a change can break (BASE=main; ARGS=--list names them)
+	@$(BIN)/python .ci/suites.py changed $(if $(BASE),--base $(BASE)) $(ARGS)
 
 fuzz: install ## Search for input that breaks a rule: random, 25 times as much as in CI (about 20 minutes)
 	$(BIN)/python -m pytest tests/unit tests/trainer tests/cluster/test_generated_specs_accepted.py -m hypothesis \
 	  --hypothesis-profile fuzz --timeout $(SLOW_SECONDS) $(PYTEST_BESIDE)
 
 test-gpu-dry: install ## Trace the training loop on fake GPUs: waits, bytes sent, memory of each strategy (about two minutes; needs gcc)
-	$(FORGET)
 	$(BIN)/python -m pytest tests/tracing $(REPORT)
 
 trace-memory: install ## Trace the memory of the trainer on fake GPUs again, and compare it with the plan's (minutes; needs gcc)
@@ -86,18 +81,14 @@ CPU_RUNS ?= runs/cpu-memory
 measure-cpu-memory: install ## Train small models on the CPU again, and compare their peak memory with the plan's (half an hour)
 	PYTHONPATH=tests $(BIN)/python -m tracing_support.cpu_runs --measure $(CPU_RUNS)
 
-test-cluster: install ## Run the operator's tests on real API servers (about 8 minutes; needs KUBEBUILDER_ASSETS or FINETUNE_TEST_KUBECONFIG)
-	$(FORGET)
+test-cluster: install ## Run the operator's tests on real API servers (needs KUBEBUILDER_ASSETS or FINETUNE_TEST_KUBECONFIG)
 	$(BIN)/python -m pytest tests/cluster $(CLUSTER_BESIDE) $(REPORT)
 
-test-e2e: install ## Run whole jobs on a cluster with nodes (about 20 minutes; a box of its own as root, or FINETUNE_TEST_KUBECONFIG)
+test-e2e: install ## Run whole jobs on a cluster with nodes (a box of its own as root, or FINETUNE_TEST_KUBECONFIG)
 	PYTHONPATH=tests $(BIN)/python -m box_support.phases --reports $(REPORTS)
 
-test-times: ## Show where the time of the last runs went: suites, files, fixtures, the longest tests
-	@$(PYTHON) .ci/test_times.py $(REPORTS)/*.xml
-
-test-changed: install ## Run the tests that a change can break (BASE=main; ARGS=--list names them, ARGS=--help)
-	@PYTHONPATH=tests $(BIN)/python -m changed $(if $(BASE),--base $(BASE)) $(ARGS) -- $(PYTEST_BESIDE) --timeout $(SLOW_SECONDS)
+test-times: ## Show the CPU seconds of the last runs: suites, files, the dearest tests
+	@$(PYTHON) .ci/budgets.py $(REPORTS)/*.xml
 
 images: tools ## Build both images (REGISTRY=ghcr.io/acme TAG=1.2 ACCELERATOR=cpu; see images/README.md)
 	@TOOLS=$(TOOLS) images/build
@@ -126,6 +117,7 @@ lint: install ## Check style, types, import layers, Dockerfiles, spelling and pr
 	$(BIN)/hadolint images/*/Dockerfile
 	$(BIN)/codespell
 	$(BIN)/proselint --config .proselintrc.json check $(PROSE)
+	$(BIN)/python -m pytest -q tests/style $(REPORT)
 
 format: install ## Format the code
 	$(BIN)/ruff check --fix .

@@ -1,26 +1,21 @@
-"""Read JUnit reports of pytest, with the properties that tests/suite_plugins/times.py adds; older reports have none."""
+"""Read JUnit reports of pytest, with the properties that tests/suite_plugins/times.py adds."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TextIO
 from xml.etree import ElementTree
 
 CRASH = re.compile(r"worker '[^']+' crashed")
 """pytest-xdist's message for a test whose process died."""
-FOLDERS = ("unit", "golden", "chart", "architecture", "trainer", "tracing", "e2e/local", "cluster", "e2e/cluster")
-"""Folders of tests/, each a kind of test."""
 
 
 class Outcome(StrEnum):
     PASSED = "passed"
     FAILED = "failed"
-    ERROR = "error"
     SKIPPED = "skipped"
 
 
@@ -30,13 +25,13 @@ class BadReportError(Exception):
 
 @dataclass(frozen=True)
 class Result:
-    """One test of a report; its seconds are the sum of set-up, call and tear-down."""
+    """One test of a report."""
 
     node_id: str
-    """Node id of pytest if `recorded`; otherwise composed of the report's names."""
+    """Node id of pytest; for a module that cannot be imported its file."""
     outcome: Outcome
     seconds: float
-    recorded: bool = False
+    """Sum of set-up, call and tear-down."""
     message: str = ""
     """First failure in one line."""
     text: str = ""
@@ -49,13 +44,8 @@ class Result:
         return self.node_id.partition("::")[0]
 
     @property
-    def folder(self) -> str:
-        """Folder of tests/ as in FOLDERS; empty for any other."""
-        return next((folder for folder in FOLDERS if self.file.startswith(f"tests/{folder}/")), "")
-
-    @property
     def good(self) -> bool:
-        return self.outcome in (Outcome.PASSED, Outcome.SKIPPED)
+        return self.outcome is not Outcome.FAILED
 
     @property
     def crashed(self) -> bool:
@@ -63,15 +53,12 @@ class Result:
 
     @property
     def cpu_seconds(self) -> float:
-        return sum(self.parts("cpu.").values(), start=0.0)
+        """CPU seconds of the test itself, as measured."""
+        return sum(self.number(f"cpu.{part}") for part in ("process", "children", "daemons"))
 
-    def parts(self, prefix: str) -> dict[str, float]:
-        """Return seconds by name of the properties that begin with `prefix`."""
-        return {
-            name.removeprefix(prefix): float(value)
-            for name, value in self.properties.items()
-            if name.startswith(prefix)
-        }
+    def number(self, name: str) -> float:
+        """Return a property; 0 without it."""
+        return float(self.properties.get(name, 0))
 
 
 @dataclass(frozen=True)
@@ -79,22 +66,19 @@ class Report:
     """Results of one run of pytest."""
 
     suite: str
-    """Name of the file."""
+    """Name of the file without its ending."""
     results: Sequence[Result]
-    seconds: float
-    """Wall-clock time."""
+    shared: float = 0.0
+    """CPU seconds of servers and pods that all its tests share (tests/box_support/phases.py)."""
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU seconds of all tests, of imports and collection, and of what is shared, as measured."""
+        return self.shared + sum(each.cpu_seconds + each.number("cpu.before") for each in self.results)
 
     @property
     def bad(self) -> list[Result]:
         return [result for result in self.results if not result.good]
-
-
-@dataclass(frozen=True)
-class End:
-    """End of a run, as recorded by pytest itself."""
-
-    status: int
-    collected: int
 
 
 def read_report(file: Path) -> Report:
@@ -105,100 +89,54 @@ def read_report(file: Path) -> Report:
         raise BadReportError(f"{file} is missing") from None
     except (OSError, ElementTree.ParseError) as error:
         raise BadReportError(f"{file} cannot be read: {error}") from None
-    seconds = sum(float(suite.get("time", 0)) for suite in root.iter("testsuite"))
-    return Report(suite_name(file), _merged(root.iter("testcase")), seconds)
-
-
-def read_reports(files: Iterable[Path], problems: TextIO) -> list[Report]:
-    """Read several reports; write the reasons for unreadable ones to `problems`."""
-    reports = []
-    for file in files:
-        try:
-            reports.append(read_report(file))
-        except BadReportError as error:
-            print(error, file=problems)
-    return reports
-
-
-def suite_name(file: Path) -> str:
-    """Return the name of a report's suite: `test` for `.test-reports/test.xml`."""
-    return file.name.removesuffix(".xml")
-
-
-def end_file(report: Path) -> Path:
-    """Return the file beside a report with pytest's exit status."""
-    return report.with_suffix(".exit")
-
-
-def read_end(report: Path) -> End | None:
-    """Return the end of a report's run; None if it was cut short."""
-    try:
-        values = json.loads(end_file(report).read_text())
-        return End(int(values["status"]), int(values["collected"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    shared = file.with_suffix(".cpu")
+    return Report(file.stem, _merged(root.iter("testcase")), float(shared.read_text()) if shared.exists() else 0.0)
 
 
 def _merged(cases: Iterable[ElementTree.Element]) -> list[Result]:
     """Return one result for each test: if a test and its tear-down fail, pytest writes two cases."""
-    by_name: dict[tuple[str, str], list[Result]] = {}
+    found: dict[tuple[str, str], Result] = {}
     for case in cases:
-        by_name.setdefault((case.get("classname", ""), case.get("name", "")), []).append(_result(case))
-    return [_worst(results) for results in by_name.values()]
-
-
-def _worst(results: list[Result]) -> Result:
-    """Return the first bad result, completed from the others."""
-    first = next((result for result in results if not result.good), results[0])
-    known = next((result for result in results if result.recorded), first)
-    return Result(
-        node_id=known.node_id,
-        outcome=first.outcome,
-        seconds=sum(result.seconds for result in results),
-        recorded=known.recorded,
-        message=next((result.message for result in results if result.crashed), first.message),
-        text="\n".join(result.text for result in results if result.text),
-        in_setup=first.in_setup,
-        properties=known.properties,
-    )
+        name, result = (case.get("classname", ""), case.get("name", "")), _result(case)
+        if (first := found.get(name)) is not None:
+            bad, other = (first, result) if not first.good else (result, first)
+            result = replace(
+                bad,
+                node_id=(first if first.properties else result).node_id,
+                seconds=first.seconds + result.seconds,
+                message=next((each.message for each in (bad, other) if each.crashed), bad.message),
+                text="\n".join(filter(None, (first.text, result.text))),
+                properties={**first.properties, **result.properties},
+            )
+        found[name] = result
+    return list(found.values())
 
 
 def _result(case: ElementTree.Element) -> Result:
     properties = {each.get("name", ""): each.get("value", "") for each in case.iter("property")}
-    outcome, message, texts = Outcome.PASSED, "", []
-    for kind, found in (
-        (Outcome.SKIPPED, case.find("skipped")),
-        (Outcome.ERROR, case.find("error")),
-        (Outcome.FAILED, case.find("failure")),
-    ):
-        if found is not None:
-            outcome, message = kind, found.get("message") or (found.text or "").strip()
-            texts.append(f"{message}\n\n{found.text or ''}")
+    failures = [*case.findall("error"), *case.findall("failure")]
+    parts = failures or case.findall("skipped")
+    messages = [part.get("message") or (part.text or "").strip() for part in parts]
+    texts = [f"{message}\n\n{part.text or ''}" for message, part in zip(messages, parts, strict=True)]
     for stream in ("system-out", "system-err"):
         texts += [f"---- {stream}\n{found.text or ''}" for found in case.findall(stream)]
     return Result(
         node_id=properties.get("nodeid") or _guessed_id(case.get("classname", ""), case.get("name", "")),
-        outcome=outcome,
+        outcome=Outcome.FAILED if failures else Outcome.SKIPPED if parts else Outcome.PASSED,
         seconds=float(case.get("time", 0)),
-        recorded="nodeid" in properties,
-        message=_one_line(message),
-        text="\n".join(texts) if outcome in (Outcome.FAILED, Outcome.ERROR) else "",
-        in_setup=outcome is Outcome.ERROR and "on teardown with" not in message,
+        message=" ".join(messages[0].split())[:160] if messages else "",
+        text="\n".join(texts) if failures else "",
+        in_setup=case.find("error") is not None and "on teardown with" not in messages[0],
         properties=properties,
     )
 
 
 def _guessed_id(classname: str, name: str) -> str:
-    """Compose a node id: `tests.unit.test_a.TestB` and `test_c` -> `tests/unit/test_a.py::TestB::test_c`; a module that
-    cannot be imported has only a name.
+    """Compose a node id for a test that did not come to its end: `tests.unit.test_a.TestB`, `test_c` ->
+    `tests/unit/test_a.py::TestB::test_c`; a module that cannot be imported has only a name.
     """
     if not classname:
         return name.replace(".", "/") + ".py"
     parts = classname.split(".")
     module = next((place for place, part in enumerate(parts) if part.startswith("test_")), len(parts) - 1)
     return "::".join(["/".join(parts[: module + 1]) + ".py", *parts[module + 1 :], name])
-
-
-def _one_line(text: str, limit: int = 160) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= limit else line[: limit - 3] + "..."

@@ -30,7 +30,6 @@ from finetune_operator.rendering.pod_parts import CONTAINER_NAME
 from suite_plugins.patience import patient
 from suite_plugins.shared_folder import TOOLS
 from suite_plugins.shared_folder import missing as without
-from suite_plugins.times import spent
 
 PROCESS_KUBELET = TOOLS / "process-kubelet"
 OPERATOR, TRAINER = "finetune-operator", "finetune-trainer"
@@ -254,7 +253,6 @@ def image_folders() -> dict[str, str]:
     return {name: given.get(name) or build_image(name) for name in IMAGES}
 
 
-@spent("building")
 def build_image(name: str) -> str:
     """Build one of our Dockerfiles for real; unchanged layers are not built again."""
     file = f"images/{name.removeprefix('finetune-')}/Dockerfile"
@@ -364,7 +362,7 @@ def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[s
     ]
     with _ending_orphans(folder), _down_after(folder, environment):
         # The servers outlive the call and would hold a pipe open: output goes to a file.
-        with spent("control plane"), (folder / "up.log").open("w") as log:
+        with (folder / "up.log").open("w") as log:
             command = [str(TOOLS / "cluster"), *up, *mapped, *(["--", *options] if options else [])]
             started = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=patient(300))
         assert started.returncode == 0, (folder / "up.log").read_text()
@@ -401,8 +399,7 @@ def _down_after(folder: Path, environment: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         down = [str(TOOLS / "cluster"), "down", str(folder)]
-        with spent("control plane"):
-            subprocess.run(down, env=environment, capture_output=True, timeout=patient(120))
+        subprocess.run(down, env=environment, capture_output=True, timeout=patient(120))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Run the tests on a cluster with nodes: one box, held by this process, and a call of pytest for each phase.
 
-    python -m box_support.phases --reports FOLDER [PYTEST-OPTION...]
+    python -m box_support.phases --reports FOLDER [FILE...] [PYTEST-OPTION...]
 
 Such tests mostly wait for pods to start, so files run in parallel where possible (see the suite's conftest.py). An
 external cluster, named by FINETUNE_TEST_KUBECONFIG, gets all phases in one call, one test at a time.
@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from box_support.box import CONTROLLERS, HELD, ROOT, running_box, why_no_box
+from suite_plugins.times import ControlGroup
 
 SUITE = "tests/e2e/cluster"
 NOTHING_CHOSEN = 5
@@ -35,6 +36,9 @@ all of them wait for the disk: Linux drops their code, and reads it again.
 NOT_ENDED = 70
 """Exit code of a phase until it ends; none of pytest's."""
 
+BOX_GROUP = ControlGroup()
+"""Counts the CPU time of the box's servers and pods, which no process of pytest has started."""
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -46,24 +50,33 @@ class Phase:
     """Files that run in parallel; 0: one test after another."""
 
     def run(self, reports: Path, options: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Run pytest and return its exit code, also written beside its report for scripts that judge each call."""
+        """Run pytest and return its exit code, also written beside its report for scripts that judge each call; no
+        file is left of a phase without tests.
+        """
         self.write_code(reports, NOT_ENDED)
+        before = BOX_GROUP.seconds()
         code = subprocess.run(self.command(reports, options), cwd=ROOT, env=environment).returncode
+        if before is not None and (after := BOX_GROUP.seconds()) is not None:
+            (reports / f"e2e-{self.name}.cpu").write_text(f"{after - before:.1f}\n")
         self.write_code(reports, code)
+        if code == NOTHING_CHOSEN:
+            for ending in ("code", "xml"):
+                (reports / f"e2e-{self.name}.{ending}").unlink(missing_ok=True)
         return code
 
     def write_code(self, reports: Path, code: int) -> None:
         """Write the exit code beside the phase's report."""
         reports.mkdir(parents=True, exist_ok=True)
-        (reports / f"test-e2e-{self.name}.code").write_text(f"{code}\n")
+        (reports / f"e2e-{self.name}.code").write_text(f"{code}\n")
 
     def command(self, reports: Path, options: Sequence[str]) -> list[str]:
         """Return the command line of pytest for this phase."""
         workers = fitting(self.workers, psutil.virtual_memory().available)
         beside = ["--numprocesses", str(workers), "--dist", "loadfile", "--max-worker-restart", "0"] if workers else []
         chosen = ["-m", self.marks] if self.marks else []
-        report = f"--junitxml={reports / f'test-e2e-{self.name}.xml'}"
-        return [sys.executable, "-m", "pytest", SUITE, *chosen, *beside, report, *options]
+        report = f"--junitxml={reports / f'e2e-{self.name}.xml'}"
+        files = [] if any(option.startswith(SUITE) for option in options) else [SUITE]
+        return [sys.executable, "-m", "pytest", *files, *chosen, *beside, report, *options]
 
 
 def fitting(workers: int, available: int) -> int:
@@ -90,6 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     for phase in phases:
         # A script that judges each call must not miss one that never ran.
         phase.write_code(chosen.reports, NOT_ENDED)
+    BOX_GROUP.join()
     # On SIGTERM the box is taken down.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="finetune-box-") as box_folder, ExitStack() as stack:

@@ -20,7 +20,6 @@ from kubernetes import client, config
 
 from suite_plugins import waiting
 from suite_plugins.patience import patient
-from suite_plugins.times import spent
 
 Object = dict[str, Any]
 T = TypeVar("T")
@@ -151,7 +150,6 @@ class Api:
                 raise
 
 
-@spent("waiting")
 def wait_until(
     look: Callable[[], T | None],
     goal: str,

@@ -24,7 +24,6 @@ import pytest
 from cluster_support.api_access import Access, new_session, wait_until
 from suite_plugins.patience import patient, raise_to
 from suite_plugins.shared_folder import TOOLS, missing
-from suite_plugins.times import spent
 
 ROOT = Path(__file__).parents[2]
 CONTROL_PLANE = TOOLS / "control-plane"
@@ -50,7 +49,6 @@ class Cluster:
     folder: Path | None = None
     """State of a control plane that these tests started; None: an external cluster."""
 
-    @spent("kubectl")
     def kubectl(
         self, *arguments: str, stdin: str | None = None, seconds: float = 300
     ) -> subprocess.CompletedProcess[str]:
@@ -274,7 +272,7 @@ def running_cluster(folder: Path, flags: str = "") -> Iterator[Cluster]:
     try:
         # The servers outlive the call and would hold a pipe open: output goes to a file.
         began = time.monotonic()
-        with spent("control plane"), (folder / "start.log").open("w") as log:
+        with (folder / "start.log").open("w") as log:
             started = subprocess.run(
                 [str(CONTROL_PLANE), "start", str(folder)],
                 env=environment,
@@ -287,9 +285,8 @@ def running_cluster(folder: Path, flags: str = "") -> Iterator[Cluster]:
         _start_controllers(folder, assets)
         yield Cluster(kubectl, folder / "admin.kubeconfig", folder)
     finally:
-        with spent("control plane"):
-            command = [str(CONTROL_PLANE), "stop", str(folder)]
-            subprocess.run(command, env=environment, capture_output=True, timeout=patient(60))
+        command = [str(CONTROL_PLANE), "stop", str(folder)]
+        subprocess.run(command, env=environment, capture_output=True, timeout=patient(60))
 
 
 def audited(folder: Path, log: Path) -> str:
@@ -301,7 +298,6 @@ def audited(folder: Path, log: Path) -> str:
     return f"--audit-policy-file {policy} --audit-log-path {log} {mode}"
 
 
-@spent("control plane")
 def _start_controllers(folder: Path, assets: Path) -> None:
     """Start the available controllers, without their own servers: their fixed ports would prevent parallel runs."""
     common = ["--kubeconfig", "admin.kubeconfig", "--leader-elect=false", "--secure-port=0"]

@@ -18,7 +18,6 @@ import yaml
 from cluster_support.api_access import kubeconfig_text, new_session, wait_until
 from cluster_support.control_plane import ROOT, Cluster, free_port
 from suite_plugins.patience import patient
-from suite_plugins.times import spent
 
 NAMESPACE = "finetune-system"
 ACCOUNT = "finetune-operator"
@@ -74,7 +73,6 @@ class OperatorProcess:
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    @spent("starting processes")
     def start(self, wait: bool = True) -> None:
         assert not self.running
         environment = {

@@ -19,7 +19,6 @@ import pytest
 import yaml
 
 from suite_plugins.patience import patient
-from suite_plugins.times import spent
 from suite_plugins.waiting import wait_until
 from trainer_support.forking import start_server
 
@@ -111,7 +110,6 @@ class Started:
 
     process: subprocess.Popen[str]
 
-    @spent("waiting")
     def wait_until(self, true: Callable[[], object], seconds: float = 300) -> None:
         """Return as soon as `true()` is; fail if the command ends before, or if it takes too long."""
 
@@ -127,7 +125,6 @@ class Started:
         """Return all processes that it has started, and theirs."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    @spent("training")
     def end(self, seconds: float = 300) -> tuple[int, str, str]:
         """Return exit code, standard output and standard error."""
         out, err = self.process.communicate(timeout=patient(seconds))
@@ -151,7 +148,6 @@ class Command:
         """Return a job over the tiny model and data, which lie in the folder."""
         return tiny_job(name, **training)
 
-    @spent("starting processes")
     def start(self, *arguments: str) -> Started:
         """Start `finetune`, without the variables of the suite's own launcher in its environment."""
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

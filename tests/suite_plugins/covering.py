@@ -48,20 +48,6 @@ class Choice:
     def left(self) -> tuple[Case, ...]:
         return tuple(case for case in self.cases if case.name not in self.chosen)
 
-    def covering(self, case: Case) -> dict[str, list[Pair]]:
-        """Return chosen cases that together have all pairs of `case`, each with its pairs. ValueError if there are
-        none.
-        """
-        needed, found = set(case.pairs), {}
-        chosen = [each for each in self.cases if each.name in self.chosen]
-        while needed:
-            common, name = max(((each.pairs & needed, each.name) for each in chosen), key=lambda found: len(found[0]))
-            if not common:
-                raise ValueError(f"{case.name} is not covered: {sorted(map(str, needed))}")
-            found[name] = [pair for pair in pairwise(case.axes.items()) if pair in common]
-            needed -= common
-        return found
-
 
 def choose(cases: Iterable[Case]) -> Choice:
     """Choose cases that cover all of them.

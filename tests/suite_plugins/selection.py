@@ -1,4 +1,7 @@
-"""Choose which cases of a grid run in CI and which only in `make test-everything`.
+"""Choose which tests a tier runs, and which cases of a grid run in `make test-everything` only.
+
+`pytest --cheap` is T1: without the dear files of `tests/areas.toml`, and without tests marked `slow`. `pytest --dear
+FILE` runs what T1 leaves out of a file.
 
 A test over a grid of expensive cases (strategy x model x option) describes each case by its axes:
 
@@ -6,10 +9,9 @@ A test over a grid of expensive cases (strategy x model x option) describes each
 
 CI runs a choice with every value and every pair of values on neighbouring axes; `suite_plugins.covering` has its
 algorithm and guarantee. The other cases get the marker `everything` and are deselected, unless pytest is called with
---everything, or with the node id of a test. `pytest tests/trainer --grids` runs nothing and prints the cases left out,
-and the chosen cases that cover their pairs.
+--everything, or with the node id of a test.
 
-`pytest -m slow` imports only the files with the marker, as does -m with the other markers of MARKERS: importing all
+`pytest -m bare` imports only the files with the marker, as does -m with the other markers of MARKERS: importing all
 test files takes each worker longer than most tests.
 """
 
@@ -17,11 +19,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
+from dear_tests import ROOT, DearFile, read_areas
 from suite_plugins.covering import Axes, Case, Choice, choose
 
 T = TypeVar("T")
@@ -56,16 +60,25 @@ def covering(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cheap", action="store_true", help="run T1: no dear file of tests/areas.toml, and no slow test")
+    parser.addoption("--dear", action="store_true", help="run the tests of the files that T1 leaves out")
     parser.addoption("--everything", action="store_true", help="run every case of every grid, not a choice of them")
-    parser.addoption("--grids", action="store_true", help="run nothing; print which cases of grids are left, and why")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "everything: case of a grid that CI leaves out; runs with --everything")
 
 
+@cache
+def dear_files() -> dict[Path, DearFile]:
+    """Return the dear files of the table by their paths."""
+    return {ROOT / file.path: file for file in read_areas().files}
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Ignore files without a test that -m selects."""
+    """Ignore files of which T1 runs nothing, and files without a test that -m selects."""
+    if config.getoption("--cheap") and (file := dear_files().get(collection_path)) and not file.slow:
+        return True
     markers = re.split(r"\s+or\s+", config.option.markexpr.strip())
     if not MARKERS.issuperset(markers) or not re.fullmatch(r"test_.*\.py", collection_path.name):
         return None
@@ -75,40 +88,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect cases that are not chosen."""
-    if config.getoption("--grids"):
-        config.hook.pytest_deselected(items=items[:])
-        items[:] = []
-        return
-    if config.getoption("--everything"):
-        return
     named = tuple(argument for argument in config.args if "::" in argument)
-    left = [
-        item
-        for item in items
-        if item.get_closest_marker("everything") and not (named and item.nodeid.startswith(named))
-    ]
+    left = [item for item in items if _is_left(item, config) and not (named and item.nodeid.startswith(named))]
     if left:
         config.hook.pytest_deselected(items=left)
         gone = set(left)
         items[:] = [item for item in items if item not in gone]
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print the choice on request."""
-    if config.getoption("--grids"):
-        for line in explained(GRIDS):
-            terminalreporter.write_line(line)
-
-
-def explained(grids: Mapping[str, Choice]) -> list[str]:
-    """Return lines about each grid: its chosen cases, those left out, and the chosen ones that cover them."""
-    lines = []
-    for grid, choice in grids.items():
-        lines.append(f"{grid}: {len(choice.chosen)} of {len(choice.cases)} cases run, {len(choice.left)} are left")
-        lines += [f"  runs  {case.name}" for case in choice.cases if case.name in choice.chosen]
-        for case in choice.left:
-            lines.append(f"  left  {case.name}")
-            for other, pairs in choice.covering(case).items():
-                uncovered = ", ".join(" with ".join(f"{axis} {value}" for axis, value in pair) for pair in pairs)
-                lines.append(f"          tested in {other}: {uncovered}")
-    return lines
+def _is_left(item: pytest.Item, config: pytest.Config) -> bool:
+    """Return whether this run leaves out a test."""
+    slow = item.get_closest_marker("slow") is not None
+    if item.get_closest_marker("everything") and not config.getoption("--everything"):
+        return True
+    if config.getoption("--dear"):
+        return not slow and item.path in dear_files() and dear_files()[item.path].slow
+    return slow and bool(config.getoption("--cheap"))

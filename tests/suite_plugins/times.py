@@ -1,109 +1,47 @@
-"""Record in the JUnit report how the time of each test is spent.
+"""Record in the JUnit report the CPU seconds of each test, and the speed of the machine.
 
-Each test case gets properties, in seconds, without those that round to 0.000:
+Each test case gets properties:
 
-    nodeid                  the argument with which pytest runs this test alone
-    seconds.setup, .call, .teardown
-    cpu.process             CPU time of the test process
-    cpu.children            CPU time of the processes below it, running or reaped; not of daemons
-    cpu.daemons             CPU time of its detached processes, if a control group counts it
-    fixture.NAME            set-up of a fixture, without the fixtures that it requests
-    kind.NAME               time inside `spent(NAME)`, see KINDS
-    before                  start of this process to its first test: imports and collection
-    before.kind.NAME        the part of it inside `spent(NAME)`
+    nodeid            the argument with which pytest runs this test alone
+    cpu.process       CPU seconds of the test process
+    cpu.children      of the processes below it, running or reaped
+    cpu.daemons       of its detached processes, where a control group counts them
+    cpu.before        of this process up to its first test: imports and collection
+    calibration       CPU time of a fixed piece of work divided by that of the reference machine, every minute
 
-A support module marks its time with `spent`, as a context manager or a decorator:
-
-    @spent("waiting")
-    def wait_until(...): ...
-
-Beside REPORT.xml, REPORT.exit has pytest's exit status and the number of collected tests, so that a truncated report is
-not mistaken for a whole one. `make test-times` prints the sums.
+`.ci/budgets.py` divides by the calibration, so that budgets hold on machines of any speed.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import ast
 import json
 import os
 import resource
-import sys
-import threading
 import time
-from collections import Counter
 from collections.abc import Generator
-from contextlib import ContextDecorator, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-KINDS = ("waiting", "starting processes", "importing torch", "training", "building", "control plane", "kubectl")
-
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+CALIBRATION_SECONDS = 0.12
+"""CPU seconds of the calibration on the reference machine: 2 cores of an Intel Xeon, virtual, Python 3.11."""
+CALIBRATION_PAUSE = 60.0
+"""Seconds between two calibrations of a process."""
 
 
-class Clock:
-    """Counts seconds by name. Time inside an inner name does not count for the outer one."""
-
-    def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
-        self._open: list[str] = []
-        self._since = 0.0
-
-    def enter(self, name: str) -> None:
-        self._book()
-        self._open.append(name)
-
-    def leave(self) -> None:
-        self._book()
-        self._open.pop()
-
-    def take(self) -> Counter[str]:
-        """Return the seconds since the last call."""
-        self._book()
-        taken, self.seconds = self.seconds, Counter()
-        return taken
-
-    def _book(self) -> None:
-        now = time.perf_counter()
-        if self._open:
-            self.seconds[self._open[-1]] += now - self._since
-        self._since = now
-
-
-_kinds = Clock()
-_fixtures = Clock()
-
-
-class spent(ContextDecorator):  # noqa: N801 (reads as a function)
-    """Count the time inside as `kind`, if spent by the thread that runs the tests."""
-
-    def __init__(self, kind: str) -> None:
-        assert kind in KINDS, f"{kind!r} is not in suite_plugins.times.KINDS"
-        self.kind = kind
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            _kinds.enter(self.kind)
-
-    def __exit__(self, *_: object) -> None:
-        if threading.current_thread() is threading.main_thread():
-            _kinds.leave()
-
-
-class _TimedImport:
-    """Import hook that times the first import of torch in this process."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "torch":
-            return None
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = spent("importing torch")(spec.loader.exec_module)  # type: ignore[method-assign]
-        return spec
+def calibration() -> float:
+    """Do the fixed piece of work: integers, JSON and a compilation; return its CPU time over the reference's."""
+    began = time.process_time()
+    sum(number * number for number in range(300_000))
+    text = json.dumps([{"name": f"n{number}", "value": [number, str(number), {"a": number}]} for number in range(3000)])
+    for _ in range(4):
+        json.dumps(json.loads(text), indent=1)
+    compile(Path(ast.__file__).read_text(encoding="utf-8"), "sample", "exec")
+    return (time.process_time() - began) / CALIBRATION_SECONDS
 
 
 def cpu_seconds() -> tuple[float, float]:
@@ -166,62 +104,44 @@ class ControlGroup:
 
 
 class Recorder:
-    """Records the times of the running test."""
+    """Records the CPU time of the running test."""
 
     def __init__(self) -> None:
         self.group = ControlGroup()
-        self._born: float | None = time.perf_counter()
+        self._first = True
+        self._calibrated = float("-inf")
         self._cpu = (0.0, 0.0)
         self._cpu_of_group: float | None = None
-        self._before: list[tuple[str, float]] = []
-        self.phases: dict[str, float] = {}
+        self._more: dict[str, float] = {}
 
     def begin(self) -> None:
-        kinds = _kinds.take()
-        _fixtures.take()
-        self.phases, self._before = {}, []
-        if self._born is not None:
-            self._before = [("before", time.perf_counter() - self._born)]
-            self._before += [(f"before.kind.{kind}", seconds) for kind, seconds in kinds.items()]
-            self._born = None
         self._cpu = cpu_seconds()
+        self._more = {"cpu.before": sum(self._cpu)} if self._first else {}
+        self._first = False
+        if time.monotonic() > self._calibrated + CALIBRATION_PAUSE:
+            self._more["calibration"] = calibration()
+            self._calibrated = time.monotonic()
+            self._cpu = cpu_seconds()
         self._cpu_of_group = self.group.seconds()
 
-    def end(self) -> list[tuple[str, float]]:
-        """Return all properties with seconds."""
+    def end(self) -> dict[str, float]:
+        """Return all properties but the node id."""
         process, children = (now - then for now, then in zip(cpu_seconds(), self._cpu, strict=True))
+        found = {"cpu.process": process, "cpu.children": children, **self._more}
         group = self.group.seconds()
-        counted = (
-            [("cpu.daemons", group - self._cpu_of_group - process - children)] if group and self._cpu_of_group else []
-        )
-        return [
-            *((f"seconds.{phase}", seconds) for phase, seconds in self.phases.items()),
-            ("cpu.process", process),
-            ("cpu.children", children),
-            *counted,
-            *((f"fixture.{name}", seconds) for name, seconds in _fixtures.take().items()),
-            *((f"kind.{kind}", seconds) for kind, seconds in _kinds.take().items()),
-            *self._before,
-        ]
+        if group is not None and self._cpu_of_group is not None:
+            found["cpu.daemons"] = max(0.0, group - self._cpu_of_group - process - children)
+        return found
 
 
 _recorder = Recorder()
 
 
-def node_id(item: pytest.Item) -> str:
-    """Return the id without the group that pytest-xdist appends under `--dist loadgroup`, which pytest cannot find."""
-    whole: str = item.nodeid
-    grouped = next(item.iter_markers("xdist_group"), None) and item.config.getoption("dist", None) == "loadgroup"
-    return whole.rpartition("@")[0] if grouped and "@" in whole else whole
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    if "torch" not in sys.modules:
-        sys.meta_path.insert(0, _TimedImport())  # type: ignore[arg-type]
-    if report := _report(config):
-        report.unlink(missing_ok=True)  # A run that ends without a report must not leave an older one.
-        _exit_file(report).unlink(missing_ok=True)
-    if config.getoption("xmlpath", None):
+    """Count, and forget the report of an earlier run: one that ends without a report must not leave it."""
+    if given := config.getoption("xmlpath", None):
+        if not hasattr(config, "workerinput"):
+            Path(os.path.expandvars(given)).expanduser().unlink(missing_ok=True)
         _recorder.group.join()
 
 
@@ -235,39 +155,9 @@ def pytest_runtest_protocol() -> Generator[None, Any, Any]:
     return (yield)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
-    _fixtures.enter(fixturedef.argname)
-    try:
-        return (yield)
-    finally:
-        _fixtures.leave()
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
-    _recorder.phases[call.when] = call.duration
     if call.when == "teardown":
-        item.user_properties.append(("nodeid", node_id(item)))
-        item.user_properties += [(name, f"{seconds:.3f}") for name, seconds in _recorder.end() if seconds >= 0.0005]
+        item.user_properties.append(("nodeid", item.nodeid))
+        item.user_properties += [(name, f"{value:.3f}") for name, value in _recorder.end().items() if value >= 0.0005]
     return (yield)
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_sessionfinish(session: pytest.Session) -> Generator[None, Any, Any]:
-    """Write the exit status once the report is written."""
-    result = yield
-    if (report := _report(session.config)) and report.parent.is_dir():
-        ended = {"status": int(session.exitstatus), "collected": session.testscollected}
-        _exit_file(report).write_text(json.dumps(ended) + "\n")
-    return result
-
-
-def _report(config: pytest.Config) -> Path | None:
-    """Return the file of `--junitxml` in the process that writes it; None elsewhere."""
-    given = None if hasattr(config, "workerinput") else config.getoption("xmlpath", None)
-    return Path(os.path.expandvars(given)).expanduser() if given else None
-
-
-def _exit_file(report: Path) -> Path:
-    return report.with_suffix(".exit")

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from suite_plugins.patience import bounded
-from suite_plugins.times import spent
 
 T = TypeVar("T")
 
@@ -19,7 +18,6 @@ that a run of CI has to spare.
 """
 
 
-@spent("waiting")
 def wait_until(
     look: Callable[[], T | None],
     goal: str | Callable[[], object],

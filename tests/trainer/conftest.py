@@ -22,7 +22,6 @@ from finetune_contract.layout import ENV_PROGRESS, ENV_REPORT, JobPaths
 from finetune_contract.report import Progress, TrainerReport
 from finetune_contract.trainer_job import Strategy, TrainerJob
 from suite_plugins.patience import patient
-from suite_plugins.times import spent
 from trainer_support import compiled
 from trainer_support.forking import fork_server
 from trainer_support.tasks import largest_difference, losses, task_job, train_here, training_of
@@ -179,7 +178,6 @@ class Bench:
             command += ["--deepspeed", str(config)]
         return command
 
-    @spent("starting processes")
     def start(
         self,
         stage: Stage = Stage.TRAIN,
@@ -236,7 +234,6 @@ class Bench:
             "log": str(self.workspace / "log"),
         }
 
-    @spent("training")
     def end(self, process: subprocess.Popen[str]) -> Ended:
         """Wait for a started stage."""
         try:

@@ -19,7 +19,6 @@ import pytest
 from browser import CHROMIUM
 from finetune_trainer.serving.page import FILES, HEADERS, page
 from suite_plugins.patience import patient
-from suite_plugins.times import spent
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed (make install)")
 from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -148,7 +147,7 @@ def serving(
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with spent("starting processes"), sync_playwright() as playwright:
+    with sync_playwright() as playwright:
         expect.set_options(timeout=WAIT)
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=WAIT)
         yield browser

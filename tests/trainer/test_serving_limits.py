@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from finetune_contract.layout import EXIT_OK, JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.serving.serving_engine import ServingEngine
-from suite_plugins import http_fuzz
+from process_support import http_fuzz
 from suite_plugins.fuzz import examples
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until

@@ -16,7 +16,6 @@ from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from suite_plugins.shared_folder import DATA as DATA
 from suite_plugins.shared_folder import missing
-from suite_plugins.times import spent
 
 INFERENCE: dict[str, Any] = {"device": "cpu", "batch_tokens": 512}
 
@@ -80,7 +79,6 @@ def task_job(
     return TrainerJob.model_validate({**body, **changes})
 
 
-@spent("training")
 def train_here(job: TrainerJob, paths: JobPaths, **how: Any) -> None:
     """Train in this process: strategy single only, and without the additions of `__main__`, as start-up is the slowest
     part of a stage. `how`: further arguments of `train`.

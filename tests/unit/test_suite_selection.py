@@ -8,15 +8,19 @@ import subprocess
 import sys
 from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dear_tests import DearFile
+from suite_plugins import selection
 from suite_plugins.covering import Case, choose
-from suite_plugins.selection import MARKERS, covering, explained
+from suite_plugins.selection import MARKERS, covering
 
 TESTS = Path(__file__).parents[1]
+PATH = os.pathsep.join(map(str, (TESTS, TESTS.parent / ".ci")))
 AXES = ("family", "engine", "checkpointing", "processes")
 NEIGHBOURS = list(pairwise(AXES))
 values = st.tuples(*(st.integers(0, 3) for _ in AXES), st.integers(1, 5))
@@ -36,10 +40,6 @@ def test_every_pair_of_neighbouring_values_is_in_a_chosen_case(grid: list[Case])
     for one, two in NEIGHBOURS:
         wanted = {(case.axes[one], case.axes[two]) for case in grid}
         assert {(case.axes[one], case.axes[two]) for case in chosen} == wanted
-    for case in choice.left:
-        found = choice.covering(case)
-        assert set(found) <= choice.chosen
-        assert {pair for pairs in found.values() for pair in pairs} == case.pairs
 
 
 @given(grids)
@@ -81,7 +81,7 @@ def test_uneven_grid_is_refused(grid: list[Case]) -> None:
         choose(grid)
 
 
-def test_left_cases_get_the_marker_and_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_left_cases_get_the_marker(monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, object] = {}
     monkeypatch.setattr("suite_plugins.selection.GRIDS", made)
     cases = {"ddp": ("ddp", 2), "ddp on 4": ("ddp", 4), "ddp again": ("ddp", 2)}
@@ -95,13 +95,6 @@ def test_left_cases_get_the_marker_and_are_explained(monkeypatch: pytest.MonkeyP
         ("ddp", ["slow"]),
         ("ddp on 4", ["slow"]),
         ("ddp again", ["slow", "everything"]),
-    ]
-    assert explained(made) == [
-        "sample: 2 of 3 cases run, 1 are left",
-        "  runs  ddp",
-        "  runs  ddp on 4",
-        "  left  ddp again",
-        "          tested in ddp: engine ddp with processes 2",
     ]
 
 
@@ -124,13 +117,11 @@ def test_case(name):
         ([], "2 passed, 1 deselected"),
         (["--everything"], "3 passed"),
         (["test_program.py::test_case[again]"], "1 passed"),
-        (["--grids"], "3 deselected"),
     ],
-    ids=["by default", "on request", "by its node id", "none are run to print the choice"],
+    ids=["by default", "on request", "by its node id"],
 )
 def test_left_cases_run(arguments: list[str], end: str, tmp_path: Path) -> None:
-    output = run_pytest(tmp_path, {"test_program.py": PROGRAM}, arguments, end)
-    assert ("sample: 2 of 3 cases run, 1 are left" in output) == (arguments == ["--grids"])
+    run_pytest(tmp_path, {"test_program.py": PROGRAM}, arguments, end)
 
 
 def run_pytest(folder: Path, files: dict[str, str], arguments: list[str], end: str) -> str:
@@ -140,7 +131,12 @@ def run_pytest(folder: Path, files: dict[str, str], arguments: list[str], end: s
     settings = "[pytest]\naddopts = --strict-markers\nmarkers =\n    slow\n    bare\n"
     (folder / "pytest.ini").write_text(settings, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-p", "suite_plugins.selection", "-p", "no:cacheprovider", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{TESTS}:{TESTS.parent / '.ci'}",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTEST_ADDOPTS": "",
+    }
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert f" {end} in " in f" {done.stdout.strip().splitlines()[-1].strip('= ')}", done.stdout + done.stderr
     return done.stdout
@@ -153,8 +149,6 @@ MARKED = "import pytest\n\n\n@pytest.mark.slow\ndef test_slow():\n    pass\n\n\n
     ("marks", "end"),
     [
         ("slow", "1 passed, 1 deselected"),
-        ("bare or slow", "1 passed, 1 deselected"),
-        ("not slow", "1 deselected, 1 error"),
         ("slow and not bare", "1 deselected, 1 error"),
     ],
 )
@@ -168,3 +162,30 @@ def test_selecting_markers_are_written_in_the_files_of_their_tests() -> None:
     support = [file for file in TESTS.rglob("*.py") if not file.name.startswith("test_")]
     assert len(support) > 20
     assert [file.name for file in support if written.search(file.read_text(encoding="utf-8"))] == []
+
+
+def test_t1_leaves_dear_files_and_slow_tests_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"a.py": DearFile("a.py", 1, ()), "b.py": DearFile("b.py", 1, (), slow=True)}
+    monkeypatch.setattr(selection, "dear_files", lambda: {Path(name): file for name, file in files.items()})
+
+    def run(option: str) -> list[str]:
+        """Return the tests of three files that run."""
+        config = SimpleNamespace(
+            getoption=lambda name: name == option,
+            option=SimpleNamespace(markexpr=""),
+            args=[],
+            hook=SimpleNamespace(pytest_deselected=lambda items: None),
+        )
+        items = [
+            SimpleNamespace(
+                path=Path(name), nodeid=mark, get_closest_marker=lambda name, mark=mark: name == mark or None
+            )
+            for name in ("a.py", "b.py", "c.py")
+            if not selection.pytest_ignore_collect(Path(name), config)  # type: ignore[arg-type]
+            for mark in ("slow", "quick")
+        ]
+        selection.pytest_collection_modifyitems(config, items)  # type: ignore[arg-type]
+        return [f"{item.path}-{item.nodeid}" for item in items]
+
+    assert run("--cheap") == ["b.py-quick", "c.py-quick"]
+    assert run("--dear") == ["a.py-slow", "a.py-quick", "b.py-slow", "c.py-slow", "c.py-quick"]

@@ -15,7 +15,6 @@ from finetune_operator.cli.cluster_jobs import Connection
 from finetune_operator.cli.ui.ui_jobs import ClusterJobs
 from finetune_operator.cli.workspace import locked
 from suite_plugins.patience import patient
-from suite_plugins.times import spent
 from ui_support import Client, api_server, history_lines, serving, write_run
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed (make install)")
@@ -30,7 +29,7 @@ HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title=
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with spent("starting processes"), sync_playwright() as playwright:
+    with sync_playwright() as playwright:
         expect.set_options(timeout=WAIT)
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=WAIT)
         yield browser

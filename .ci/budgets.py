@@ -1,0 +1,152 @@
+"""Print the CPU seconds of test suites beside their budgets, and the dearest tests.
+
+    budgets.py --tier T1 .test-reports/test.xml      one line, and what is over; exits with 1 above 150 % of the tier
+    budgets.py .test-reports/*.xml                   tables by suite and file, with the twenty dearest tests
+    budgets.py --record .test-reports/*.xml          write the seconds of dear files into tests/areas.toml
+
+CPU seconds are divided by the calibration of the same run (tests/suite_plugins/times.py): those of the reference
+machine. Those of a suite include imports and collection in its workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dear_tests import TABLE, DearFile, read_areas
+from reports import BadReportError, Report, read_report
+
+TIERS: Mapping[str, float] = {"T1": 550.0, "T2": 2000.0}
+"""Tier -> CPU seconds of all its tests; T1 is a part of T2."""
+CHEAP_SECONDS = 10.0
+"""CPU seconds of one test in T1."""
+NOTED, FAILED = 1.1, 1.5
+"""Parts of a budget: above the first it is noted, above the second a tier fails."""
+SLACK_SECONDS = 5.0
+"""A dear file differs from its recorded seconds by more than this before it is noted."""
+DEAREST = 20
+
+
+def calibration(reports: Sequence[Report]) -> float:
+    """Return the mean speed of the machine during these runs; 1 without a measurement."""
+    found = [each.number("calibration") for report in reports for each in report.results]
+    return statistics.mean([value for value in found if value] or [1.0])
+
+
+def by_file(reports: Sequence[Report], speed: float) -> dict[str, float]:
+    """Return CPU seconds of each file without imports, on the reference machine; the dearest first."""
+    found: dict[str, float] = {}
+    for report in reports:
+        for each in report.results:
+            found[each.file] = found.get(each.file, 0.0) + each.cpu_seconds / speed
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def over(reports: Sequence[Report], files: Sequence[DearFile], speed: float, tier: str) -> list[str]:
+    """Return a line for each test of T1, dear file and tier above its budget."""
+    lines = []
+    for each in (each for report in reports if report.suite == "test" for each in report.results):
+        if (spent := each.cpu_seconds / speed) > NOTED * CHEAP_SECONDS:
+            lines.append(
+                f"over budget: {spent:.1f} of {CHEAP_SECONDS:g} CPU s: {each.node_id}: mark it slow, or mend it"
+            )
+    measured = by_file([report for report in reports if report.suite != "test"], speed)
+    for file in files:
+        if (spent := measured.get(file.path, 0.0)) > NOTED * file.cpu + SLACK_SECONDS:
+            lines.append(f"over budget: {spent:.0f} of {file.cpu:g} CPU s: {file.path}")
+    if tier and (spent := sum(each.cpu_seconds for each in reports) / speed) > NOTED * TIERS[tier]:
+        lines.append(f"over budget: {spent:.0f} of {TIERS[tier]:g} CPU s: {tier}")
+    return lines
+
+
+def table(heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Align columns: numbers with one decimal to the right, and the last one as text."""
+    cells = [
+        list(heading),
+        *([f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows),
+    ]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(heading) - 1)]
+    return "\n".join("  ".join([*(c.rjust(w) for c, w in zip(line, widths, strict=False)), line[-1]]) for line in cells)
+
+
+def describe(reports: Sequence[Report], tier: str = "") -> str:
+    """Return the tables of a run: suites, the dearest files and tests, and what is over its budget."""
+    speed = calibration(reports)
+    suites = [
+        (
+            len(report.results),
+            sum(each.seconds for each in report.results),
+            report.cpu_seconds / speed,
+            sum(each.number("cpu.before") for each in report.results) / speed,
+            report.shared / speed,
+            report.suite,
+        )
+        for report in reports
+    ]
+    files = list(by_file(reports, speed).items())[:DEAREST]
+    tests = sorted((each for report in reports for each in report.results), key=lambda each: -each.cpu_seconds)
+    return "\n\n".join([
+        table(["tests", "test s", "CPU s", "of imports", "of pods", "suite"], suites),
+        table(["CPU s", f"dearest {DEAREST} files"], [(spent, file) for file, spent in files]),
+        table(["CPU s", "s", f"dearest {DEAREST} tests"],
+              [(each.cpu_seconds / speed, each.seconds, each.node_id) for each in tests[:DEAREST]]),
+        "\n".join([*over(reports, read_areas().files, speed, tier), summary(reports, tier)]),
+    ])  # fmt: skip
+
+
+def summary(reports: Sequence[Report], tier: str) -> str:
+    """Return one line: CPU seconds of all suites, the tier's budget, the speed of the machine."""
+    speed = calibration(reports)
+    spent = sum(report.cpu_seconds for report in reports) / speed
+    budget = f" of {TIERS[tier]:g}" if tier else ""
+    return f"{tier or 'all'}: {spent:.0f}{budget} CPU s; this machine took {speed:.2f} times as long as the reference"
+
+
+def exceeds(reports: Sequence[Report], tier: str) -> bool:
+    """Return whether a tier is so far above its budget that the run fails."""
+    return sum(report.cpu_seconds for report in reports) / calibration(reports) > FAILED * TIERS[tier]
+
+
+def record(text: str, measured: Mapping[str, float]) -> str:
+    """Return the table of areas with measured CPU seconds in the rows of files that ran."""
+    suite, lines = "", []
+    for line in text.split("\n"):
+        if match := re.match(r'\[tests\."?([\w/]+)', line):
+            suite = match[1]
+        if (match := re.match(r"(\w+) = {cpu = \d+", line)) and (
+            spent := measured.get(f"tests/{suite}/test_{match[1]}.py")
+        ):
+            line = f"{match[1]} = {{cpu = {max(1, round(spent))}{line[match.end() :]}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tier", choices=sorted(TIERS), default="", help="compare with this tier's budget")
+    parser.add_argument("--record", action="store_true", help="write measured seconds into the table of areas")
+    parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.xml")
+    given = parser.parse_args(arguments)
+    try:
+        reports = [read_report(file) for file in given.reports]
+    except BadReportError as error:
+        print(error, file=sys.stderr)
+        return 2
+    speed = calibration(reports)
+    if given.record:
+        dear = by_file([report for report in reports if report.suite != "test"], speed)
+        TABLE.write_text(record(TABLE.read_text(encoding="utf-8"), dear), encoding="utf-8")
+    elif given.tier:
+        print("\n".join([*over(reports, [], speed, given.tier), summary(reports, given.tier)]))
+        return int(exceeds(reports, given.tier))
+    else:
+        print(describe(reports))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
