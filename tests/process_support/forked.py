@@ -52,6 +52,9 @@ def preload() -> None:
     longer than a tiny model's training. Imports leave nothing to collect.
     """
     gc.disable()
+    if _has_part("strategies.deepspeed_import"):
+        # Before others import DeepSpeed, and with it mlflow and torch's compiler.
+        importlib.import_module("finetune_trainer.strategies.deepspeed_import").import_deepspeed()
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForSequenceClassification,
@@ -66,14 +69,21 @@ def preload() -> None:
     del Trainer, TrainingArguments
     for name in LIBRARIES:
         importlib.import_module(name)
-    package = importlib.import_module("finetune_trainer")
     for name in PARTS:
-        # An earlier release, whose checkpoints tests continue, lacks some: Python would find the installed ones.
-        if (Path(str(package.__file__)).parent / f"{name.replace('.', '/')}.py").exists():
-            importlib.import_module(f"{package.__name__}.{name}")
+        if _has_part(name):
+            importlib.import_module(f"finetune_trainer.{name}")
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def _has_part(name: str) -> bool:
+    """Return whether the trainer has the module: an earlier release, whose checkpoints tests continue, lacks some.
+
+    Python would find the installed one.
+    """
+    package = importlib.import_module("finetune_trainer")
+    return (Path(str(package.__file__)).parent / f"{name.replace('.', '/')}.py").exists()
 
 
 def child(case: dict[str, Any], rank: int, port: int) -> int:
