@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from differences import difference, patched, read, same, written
+from differences import difference, same, written
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "a value is set, another added, another removed": (
@@ -39,12 +39,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "a flag that occurs twice leaves the list whole": (
         {"args": ["--x", "A"]}, {"args": ["--x", "A", "--x", "B"]}, ['args: ["--x", "A", "--x", "B"]'],
     ),
-    "sentences are named by their first long word": (
-        {"reasons": ["2 processes a node: one a GPU", "precision bf16: fast"]},
-        {"reasons": ["precision fp32: exact", "the precision of others"]},
-        ["- reasons[processes]", 'reasons[precision]: "precision fp32: exact"',
-         '+ reasons[precision#2]: "the precision of others"'],
-    ),
     "a list of values is written whole": ({"a": [1, 2]}, {"a": [1, 3]}, ["a: [1, 3]"]),
     "names that a path would not show are quoted": (
         {"labels": {"a.b/c": "1"}, "": {"x]": 1}}, {"labels": {"a.b/c": "2"}, "": {"x]": "\u2028"}},
@@ -61,7 +55,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 def test_difference_reads_as_written_here(case: str) -> None:
     base, new, lines = CASES[case]
     assert written(difference(base, new)) == lines
-    assert same(patched(base, read(lines)), new)
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -70,6 +63,18 @@ def test_item_that_all_documents_have_is_no_difference(at: int) -> None:
     new = [{"name": "A"}, {"name": "B"}, {"name": "X"}]
     more = [[*items[:at], {"name": "MORE"}, *items[at:]] for items in (base, new)]
     assert difference({"env": more[0]}, {"env": more[1]}) == difference({"env": base}, {"env": new})
+
+
+WORDS = ["--a", "--b", "x"]
+ITEMS = [{"name": "A"}, {"name": "A", "v": 1}, {"name": "B", "mountPath": "A"}, {"v": {}}]
+
+
+@pytest.mark.parametrize("parts", [WORDS, ITEMS], ids=["arguments", "items"])
+def test_no_two_lists_have_the_same_lines(parts: list[Any]) -> None:
+    lists = [list(each) for size in range(4) for each in itertools.product(parts, repeat=size)]
+    for base in lists:
+        lines = {"\n".join(written(difference({"list": base}, {"list": each}))) for each in lists}
+        assert len(lines) == len(lists)
 
 
 NAMES = st.text(alphabet='ab." ]\n-', max_size=3)
@@ -82,7 +87,7 @@ VALUES = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
         st.lists(NAMED, max_size=5),
-        st.lists(st.sampled_from(["python", "--a", "--b", "1", "x y", "some words", "other words"]), max_size=5),
+        st.lists(st.sampled_from(["python", "--a", "--b", "1", "x y"]), max_size=5),
         st.dictionaries(NAMES, inner, max_size=4),
     ),
     max_leaves=12,
@@ -90,11 +95,9 @@ VALUES = st.recursive(
 DOCUMENTS = st.dictionaries(NAMES, VALUES, max_size=4)
 
 
-@given(DOCUMENTS, DOCUMENTS)
-def test_document_is_rebuilt_from_the_base_and_the_lines(base: dict[str, Any], new: dict[str, Any]) -> None:
-    before = json.dumps(base)
-    lines = written(difference(base, new))
+@given(DOCUMENTS, DOCUMENTS, DOCUMENTS)
+def test_other_documents_have_other_lines(base: dict[str, Any], one: dict[str, Any], other: dict[str, Any]) -> None:
+    lines, others = (written(difference(base, new)) for new in (one, other))
     assert all("\n" not in line for line in lines)
-    assert same(patched(base, read(lines)), new)
-    assert json.dumps(base) == before
-    assert bool(lines) is not same(base, new)
+    assert bool(lines) is not same(base, one)
+    assert (lines == others) is same(one, other)
