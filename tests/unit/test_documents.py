@@ -643,14 +643,14 @@ JSON_VALUES = st.recursive(
 OBJECTS = st.dictionaries(TEXT, JSON_VALUES, max_size=4)
 
 
-@examples(100)
+@examples(40, everything=100)
 @given(OBJECTS, st.booleans(), st.sampled_from([None, 1, 4]))
 def test_written_json_reads_back(value: dict[str, JsonValue], ascii_only: bool, indent: int | None) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
     assert strictly(values_of(text)[0]) == strictly(stored(value))
 
 
-@examples(100)
+@examples(40, everything=100)
 @given(st.lists(OBJECTS.filter(bool), min_size=1, max_size=3), st.booleans())
 def test_written_yaml_reads_back(values: list[dict[str, JsonValue]], flow: bool) -> None:
     # Quoted text throughout: PyYAML leaves plain some text, such as 2e-5 and y, that kubectl reads as another type.
@@ -671,7 +671,7 @@ QuotingDumper.add_representer(
 )
 
 
-@examples(300)
+@examples(100, everything=300)
 @given(st.text("ab:-[]{},&*!|>'\"%@`#?<~ \t\n\r.0\\", max_size=40))
 def test_any_text_is_read_or_refused_with_a_line_within_it(text: str) -> None:
     for problem in refusals_of(text):

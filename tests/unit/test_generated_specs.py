@@ -30,7 +30,7 @@ from finetune_operator.rendering.render_types import (
 from generated_specs import NASTY, specs
 from suite_plugins.fuzz import examples, scaled
 
-EXAMPLES = scaled(400)
+EXAMPLES = scaled(150, everything=400)
 LAUNCHERS = TRAINING
 FRAME = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": {"name": "fuzz"}}
 
@@ -72,7 +72,7 @@ def plain(value: Any, texts: dict[str, str]) -> Any:
             return value
 
 
-@examples(400, suppress_health_check=list(HealthCheck))
+@examples(150, everything=400, suppress_health_check=list(HealthCheck))
 @given(specs())
 def check(counts: Counter[str], spec: dict[str, Any]) -> None:
     job, problems = validate_job({**FRAME, "spec": spec}, CLUSTER_SETTINGS)

@@ -46,7 +46,7 @@ def test_cut_document_is_refused_as_a_job(levels: int) -> None:
     assert f"at most {MAX_DEPTH} levels" in problem.rule
 
 
-@examples(200)
+@examples(50, everything=200)
 @given(VALUES)
 def test_shallow_json_is_unchanged(value: object) -> None:
     text = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
@@ -54,7 +54,7 @@ def test_shallow_json_is_unchanged(value: object) -> None:
     assert loads(text) == json.loads(text)
 
 
-@examples(200)
+@examples(50, everything=200)
 @given(VALUES)
 def test_depth_is_that_of_the_value(value: object) -> None:
     def levels(inner: object) -> int:

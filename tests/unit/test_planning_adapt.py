@@ -168,16 +168,17 @@ def test_the_next_adaptation_is_the_smallest_change(current, following):
 
 def test_repeated_adaptation_ends_in_a_refusal_without_repeating_a_form():
     adaptation, tried = Adaptation(), []
+    spec: dict[str, Any] = {**ON_TWO, "training": {"globalBatchSize": 4}}  # two micro-batches of each form
     while True:
         try:
-            result = planned(adaptation, **ON_TWO)
+            result = planned(adaptation, **spec)
         except PlanRefused:
             break
         tried.append((result.strategy, steps(result)[0]))
         adaptation = next_adaptation(result, adaptation)
     assert len(tried) == len(set(tried)) > 20
-    assert tried[:6] == [("ddp", micro) for micro in (32, 16, 8, 4, 2, 1)]
-    assert tried[6] == ("ddp+selective-activation-checkpointing", 32)
+    assert tried[:2] == [("ddp", micro) for micro in (2, 1)]
+    assert tried[2] == ("ddp+selective-activation-checkpointing", 2)
 
 
 def test_a_plan_that_trains_nothing_has_nothing_to_adapt():

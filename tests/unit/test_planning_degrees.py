@@ -387,7 +387,7 @@ NEAR: tuple[ModelFacts, str, int, dict[str, Any]] = (
 """A micro-batch of 4 takes 2% longer than one of 2: it is near the quickest only among forms of these degrees."""
 
 
-@examples(240, suppress_health_check=list(HealthCheck))
+@examples(90, everything=240, suppress_health_check=list(HealthCheck))
 @given(jobs())
 @example(case=NEAR)
 def check(counts: Counter[str], case: tuple[ModelFacts, str, int, dict[str, Any]]) -> None:

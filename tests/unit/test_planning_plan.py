@@ -1381,7 +1381,7 @@ def plan_or_problems(wanted: FineTuneJob, facts: Facts, settings: Settings) -> J
 LEFT_OPEN = {"training": {"globalBatchSize": 2}, "parallelism": {}, "resources": {"nodes": 2}, "checkpoints": {}}
 
 
-@examples(150)
+@examples(50, everything=150)
 @given(spec=specs, facts=known_facts)
 @example(spec={**LEFT_OPEN, "launcher": "auto", "predict": None}, facts=Facts(model=LLAMA))
 def test_every_job_gets_a_whole_plan_or_problems_with_paths(spec, facts):

@@ -120,7 +120,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(sorted(ACTIONS)), st.none() | st.inte
 
 
 @pytest.mark.parametrize("launcher", ["job", "pytorchjob", "mpijob"])
-@examples(30, suppress_health_check=list(HealthCheck))
+@examples(10, everything=30, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS)
 def test_every_walk_succeeds_or_reports_a_cause(launcher: LauncherName, steps: list[tuple[str, int | None]]):
     world = World(served=("job", launcher))
