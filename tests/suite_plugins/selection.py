@@ -89,11 +89,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect cases that are not chosen."""
     named = tuple(argument for argument in config.args if "::" in argument)
-    left = [item for item in items if _is_left(item, config) and not (named and item.nodeid.startswith(named))]
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
+    for item in items:
+        is_named = named and item.nodeid.startswith(named)
+        (kept if is_named or not _is_left(item, config) else left).append(item)
     if left:
         config.hook.pytest_deselected(items=left)
-        gone = set(left)
-        items[:] = [item for item in items if item not in gone]
+        items[:] = kept
 
 
 def _is_left(item: pytest.Item, config: pytest.Config) -> bool:

@@ -40,8 +40,8 @@ from finetune_operator.shell.progress_protocol import AttemptKey
 from finetune_operator.shell.progress_server import KnownPod, ProgressServer, ServerLimits
 from finetune_operator.shell.tokens import PodIdentity, RefusedToken, Verdict
 from finetune_operator.shell.webhook import WebhookServer
+from process_support.http_fuzz import ALLOWED, CANARY, GOOD, Port, answer, bodies, request, sendings, statuses
 from suite_plugins.fuzz import examples
-from suite_plugins.http_fuzz import ALLOWED, CANARY, GOOD, Port, answer, bodies, request, sendings, statuses
 from suite_plugins.patience import patient
 
 PROGRESS_PATH = "/v1alpha1/namespaces/team/finetunejobs/tune/stages/train/attempts/1"

@@ -25,7 +25,7 @@ from finetune_operator.cli.ui.run_reading import readable_lines
 from finetune_operator.cli.ui.ui_runs import Workspace
 from finetune_operator.cli.ui.ui_server import Server
 from finetune_operator.cli.workspace import locked
-from suite_plugins import http_fuzz
+from process_support import http_fuzz
 from suite_plugins.fuzz import examples
 from suite_plugins.patience import patient
 from ui_support import Client, history_lines, serving, write_run
