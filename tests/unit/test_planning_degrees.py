@@ -23,7 +23,7 @@ from finetune_operator.planning.degrees import degrees
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Adaptation, Facts, JobPlan, PlanRefused
 from planning_support.cases import encoder, job
-from suite_plugins.fuzz import examples
+from suite_plugins.fuzz import examples, scaled
 
 
 def rows(length: int) -> DataFacts:
@@ -208,7 +208,9 @@ REFUSED: dict[str, tuple[ModelFacts | None, dict[str, Any], tuple[str, ...]]] = 
 @pytest.mark.parametrize("case", REFUSED)
 def test_model_that_fits_no_form_is_refused_with_the_failed_conditions(case: str):
     model, spec, whys = REFUSED[case]
-    problem = refusal(model, **spec)
+    # One precision has fewer forms to search than two.
+    training = {"globalBatchSize": 64, "precision": "fp32", **spec.get("training", {})}
+    problem = refusal(model, **{**spec, "training": training})
     assert problem.path == "spec.resources"
     for why in whys:
         assert why in problem.rule, problem.rule
@@ -387,7 +389,7 @@ NEAR: tuple[ModelFacts, str, int, dict[str, Any]] = (
 """A micro-batch of 4 takes 2% longer than one of 2: it is near the quickest only among forms of these degrees."""
 
 
-@examples(90, everything=240, suppress_health_check=list(HealthCheck))
+@examples(50, everything=240, suppress_health_check=list(HealthCheck))
 @given(jobs())
 @example(case=NEAR)
 def check(counts: Counter[str], case: tuple[ModelFacts, str, int, dict[str, Any]]) -> None:
@@ -434,5 +436,7 @@ def test_degrees_that_are_chosen_are_those_that_could_be_written_and_fit() -> No
     counts: Counter[str] = Counter()
     check(counts)
     print(dict(counts))
-    assert all(counts[kind] >= 5 for kind in ("refused", "whole", "tensor", "stages", "both", "slices")), counts
+    assert all(
+        counts[kind] >= scaled(2, everything=5) for kind in ("refused", "whole", "tensor", "stages", "both", "slices")
+    ), counts
     assert counts["near"] <= sum(counts.values()) // 50, counts

@@ -179,7 +179,7 @@ def test_random_input_is_answered_and_the_next_request_is_served(name: str, capl
                    json.dumps(model).encode())  # fmt: skip
     with caplog.at_level(logging.DEBUG), running(server) as port:
 
-        @examples(300)
+        @examples(100, everything=300)
         @given(sent=sendings(paths, model))
         def one(sent: bytes) -> None:
             response = answer(port, sent)
@@ -318,7 +318,7 @@ def test_a_conversation_that_goes_wrong_at_any_place_harms_no_other(
     honest = Conversation("tls", good, (), "wait")
     with caplog.at_level(logging.DEBUG), running(partial(server, TlsContexts(CERTIFICATES))) as port:
 
-        @examples(100)
+        @examples(30, everything=100)
         @given(talk=conversations(paths, model))
         def one(talk: Conversation) -> None:
             response = held(port, talk, tls)

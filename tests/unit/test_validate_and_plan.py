@@ -15,11 +15,12 @@ from finetune_operator.launchers.launcher_rows import ENGINES, TRAINING
 from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, PlanRefused
+from suite_plugins.fuzz import scaled
 
 HARDWARE = parse_hardware("gpu=H100,memory=80Gi,gpus=64,cpu=2048,hostMemory=100000Gi")
 """Hardware so large that memory decides nothing."""
 FACTS = Facts(hardware=HARDWARE, served=(*TRAINING, *ENGINES), prepared=True)
-DRAWN = 5000
+DRAWN = scaled(1500, everything=5000)
 CHOICES: dict[str, tuple[Any, ...]] = {
     "task": ("text-classification", "text-generation", "preference-tuning"),
     "model.adapter.method": ("none", "none", "none", "lora", "qlora"),
