@@ -311,7 +311,7 @@ WALK = st.lists(
 )
 
 
-@examples(40, suppress_health_check=list(HealthCheck))
+@examples(15, everything=40, suppress_health_check=list(HealthCheck))
 @given(walk=WALK)
 def test_attempt_with_possible_or_timely_progress_is_not_stopped(walk: list[tuple[str, int]]):
     world = training()

@@ -523,7 +523,7 @@ BOUNDS = st.fixed_dictionaries(
 )
 
 
-@examples(25, suppress_health_check=list(HealthCheck))
+@examples(8, everything=25, suppress_health_check=list(HealthCheck))
 @given(
     bounds=BOUNDS,
     steps=st.lists(st.tuples(st.sampled_from(sorted(ACTIONS)), st.none() | st.integers(0, 3)), max_size=25),
