@@ -18,7 +18,6 @@ from typing import Any
 
 from process_support.shared_start import StartServer
 from suite_plugins.patience import patient
-from suite_plugins.times import spent
 
 TESTS = Path(__file__).parents[1]
 
@@ -52,7 +51,6 @@ class ForkServer:
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (as long as it)
         self._process: subprocess.Popen[str] | None = None
 
-    @spent("training")
     def run(self, case: Mapping[str, Any], seconds: float = 540) -> tuple[list[int], str]:
         """Return the processes' exit codes, and their output. TimeoutError after `seconds`, scaled by `patient`."""
         process = self._process or self._start()
@@ -79,7 +77,6 @@ class ForkServer:
             self._process.communicate()
             self._process = None
 
-    @spent("starting processes")
     def _start(self) -> subprocess.Popen[str]:
         paths = os.pathsep.join([*map(str, self._sources), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
         free = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
