@@ -17,8 +17,6 @@ from suite_plugins.patience import patient
 
 TRAINING_ARGUMENTS = """
 import json, sys
-from finetune_trainer.strategies.deepspeed_import import import_deepspeed
-import_deepspeed()
 from transformers import TrainingArguments
 answers = []
 for job, config in json.load(sys.stdin):
