@@ -51,9 +51,7 @@ def over(reports: Sequence[Report], files: Sequence[DearFile], speed: float, tie
     lines = []
     for each in (each for report in reports if report.suite == "test" for each in report.results):
         if (spent := each.cpu_seconds / speed) > NOTED * CHEAP_SECONDS:
-            lines.append(
-                f"over budget: {spent:.1f} of {CHEAP_SECONDS:g} CPU s: {each.node_id}: mark it slow, or mend it"
-            )
+            lines.append(f"over budget: {spent:.1f} of {CHEAP_SECONDS:g} CPU s: {each.node_id}: mark it slow")
     measured = by_file([report for report in reports if report.suite != "test"], speed)
     for file in files:
         if (spent := measured.get(file.path, 0.0)) > NOTED * file.cpu + SLACK_SECONDS:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+from each_case import each_case
 from finetune_operator.api.crd import FREE_LEVELS, TYPED, crd, json_schema
 from finetune_operator.api.types import QUANTITY_PATTERN
 from generate import GENERATED
-from suite_plugins.each_case import each_case
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
+from each_case import each_case
 from finetune_operator.api.rules import RULES
 from finetune_operator.api.rules.column_rules import COLUMN_TASKS
 from finetune_operator.api.rules.processes import certain_ranks, nearest_multiples
 from finetune_operator.api.shapes import find, spec_shape
 from finetune_operator.api.types import FineTuneJobSpec
-from suite_plugins.each_case import each_case
 
 JOBS = Path(__file__).parent / "jobs"
 ROWS: dict[str, dict[str, list[dict[str, Any]]]] = yaml.safe_load((JOBS / "rules.yaml").read_text())

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from each_case import each_case, pairs_of
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
 from finetune_operator.api.shapes import find, leaves, spec_shape
 from finetune_operator.api.validation import foreign, validate_job
 from finetune_operator.documents import read_documents
-from suite_plugins.each_case import each_case, pairs_of
 
 JOBS = Path(__file__).parent / "jobs"
 GOOD = sorted(path.stem for path in (JOBS / "good").glob("*.yaml"))

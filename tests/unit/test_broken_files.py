@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as some
 from typer.testing import CliRunner, Result
 
+from each_case import each_case
 from examples import EXAMPLES, FOLDER
 from finetune_command import finetune
 from finetune_operator.cli.main import app
 from finetune_operator.documents import MAX_BYTES, read_documents
 from finetune_operator.shell.command import app as operator_app
-from suite_plugins.each_case import each_case
 from suite_plugins.fuzz import examples
 from suite_plugins.selection import covering
 

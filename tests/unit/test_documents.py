@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from each_case import each_case
 from finetune_operator.api.problems import Problem, describe_value, format_path
 from finetune_operator.documents import (
     MAX_BYTES,
@@ -23,7 +24,6 @@ from finetune_operator.documents import (
     read_documents,
 )
 from finetune_operator.documents.nodes import MAX_DEPTH, MAX_NODES
-from suite_plugins.each_case import each_case
 from suite_plugins.fuzz import examples
 
 SCALARS: dict[str, JsonValue] = {

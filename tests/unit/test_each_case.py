@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from suite_plugins.each_case import each_case, pairs_of
+from each_case import each_case, pairs_of
 
 
 def test_all_failed_cases_are_named_with_their_errors() -> None:

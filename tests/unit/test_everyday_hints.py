@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from each_case import each_case
 from finetune_operator.api.notices import notices, null_evaluation
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
 from finetune_operator.api.validation import validate_job
 from mending import job_document, mend
-from suite_plugins.each_case import each_case
 
 CHAT = {"task": "text-generation", "model": {"uri": "hf://a/b"}}
 SPOT = {"enabled": True}

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import finetune_contract
 import finetune_operator
 import finetune_trainer
+from each_case import each_case, pairs_of
 from finetune_operator.api import deepspeed_overrides, field_faults, foreign_files, support, template, validation
 from finetune_operator.api.field_names import plain
 from finetune_operator.api.foreign_names import NAMES, find_name, find_value
@@ -37,7 +38,6 @@ from finetune_operator.api.validation import validate_job
 from finetune_operator.cli.main import app
 from finetune_operator.documents import read_documents
 from mending import Edit, alternatives, apply, job_document, mend, parts, without_gone
-from suite_plugins.each_case import each_case, pairs_of
 
 JOBS = Path(__file__).parent / "jobs"
 BAD = sorted(path.stem for path in (JOBS / "bad").glob("*.yaml"))

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from each_case import each_case
 from finetune_operator.api.mounted_claims import on_claim
 from finetune_operator.api.settings import LOCAL_SETTINGS
 from finetune_operator.api.validation import validate_job
 from mending import job_document
-from suite_plugins.each_case import each_case
 
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "a share in per cent": ({"training": {"warmupSteps": "10%"}}, "training.warmupSteps", "write 0.1"),

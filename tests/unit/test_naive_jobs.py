@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from each_case import each_case
 from finetune_operator.api.settings import LOCAL_SETTINGS
 from finetune_operator.api.validation import validate_job
 from finetune_operator.cli.job_files import Inputs, read_inputs
 from finetune_operator.documents import read_documents
 from mending import mend
-from suite_plugins.each_case import each_case
 
 JOBS = Path(__file__).parent / "jobs"
 NAIVE = sorted(path.name for path in (JOBS / "naive").glob("*.yaml"))

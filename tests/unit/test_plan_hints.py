@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import finetune_operator.planning as planning
+from each_case import each_case
 from finetune_contract.facts import DataFacts, SplitFacts
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
@@ -24,7 +25,6 @@ from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Adaptation, Facts, NodesFacts, NodesNetwork, PlanRefused
 from mending import Edit, alternatives, apply, created_at, job_document, missed_calls, without_gone
 from planning_support.cases import BERT, llama_1b
-from suite_plugins.each_case import each_case
 
 PLANNING = Path(planning.__path__[0])
 GPUS = parse_hardware("gpu=H100,memory=80Gi,gpus=8,cpu=64,hostMemory=2Ti")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from each_case import each_case
 from finetune_contract.byte_text import human_bytes
 from finetune_contract.facts import DeviceFacts, HardwareFacts
 from finetune_operator.api.quantities import human_count, human_seconds, parse_quantity
@@ -11,7 +12,6 @@ from finetune_operator.planning.architectures import UnknownArchitectureError, m
 from finetune_operator.planning.assumed_facts import HardwareError, assumed_device, assumed_model, parse_hardware
 from finetune_operator.planning.devices import GPU_MODELS, find_gpu
 from finetune_operator.planning.known_models import KNOWN, known_config, known_name
-from suite_plugins.each_case import each_case
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -7,10 +7,10 @@ import statistics
 
 import pytest
 
+from each_case import each_case
 from finetune_operator.api.settings import Planning
 from finetune_operator.planning.architectures import ARCHITECTURES, model_facts
 from finetune_operator.planning.memory import ALLOCATOR_SHARE, CUDA_CONTEXT_BYTES
-from suite_plugins.each_case import each_case
 from tracing_support.memory_table import KEPT, TRACED, KeptTrace, allocated, kept_traces, planned
 from tracing_support.traced_cases import Case
 

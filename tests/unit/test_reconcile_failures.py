@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from each_case import each_case
 from finetune_contract.choices import Stage
 from finetune_contract.layout import EXIT_CODES, FailureClass, retryable
 from finetune_contract.report import FailureReport, TrainerReport
@@ -15,7 +16,6 @@ from finetune_operator.reconcile.failure_diagnosis import first_cause, on_node_l
 from finetune_operator.reconcile.reconcile_types import ChildView, Ended, ObjectRef, PodView
 from finetune_operator.reconcile.remedies import REMEDIES, OperatorCause, Remedy
 from reconcile_world import World, through
-from suite_plugins.each_case import each_case
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 CHILD = ChildView(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from each_case import each_case
 from finetune_operator.api.problems import (
     HIDDEN,
     MAX_CHARACTERS,
@@ -17,7 +18,6 @@ from finetune_operator.api.problems import (
     holds_secret,
 )
 from finetune_operator.api.validation import validate_job
-from suite_plugins.each_case import each_case
 
 MANY = 40_000
 """More than a job may have. A quadratic step over it exceeds the time limit on any machine."""
