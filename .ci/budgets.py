@@ -61,39 +61,20 @@ def over(reports: Sequence[Report], files: Sequence[DearFile], speed: float, tie
     return lines
 
 
-def table(heading: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Align columns: numbers with one decimal to the right, and the last one as text."""
-    cells = [
-        list(heading),
-        *([f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows),
-    ]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(heading) - 1)]
-    return "\n".join("  ".join([*(c.rjust(w) for c, w in zip(line, widths, strict=False)), line[-1]]) for line in cells)
-
-
 def describe(reports: Sequence[Report], tier: str = "") -> str:
     """Return the tables of a run: suites, the dearest files and tests, and what is over its budget."""
     speed = calibration(reports)
-    suites = [
-        (
-            len(report.results),
-            sum(each.seconds for each in report.results),
-            report.cpu_seconds / speed,
-            sum(each.number("cpu.before") for each in report.results) / speed,
-            report.shared / speed,
-            report.suite,
-        )
-        for report in reports
-    ]
-    files = list(by_file(reports, speed).items())[:DEAREST]
+    lines = ["tests  CPU s, of it imports   and pods  suite"]
+    for report in reports:
+        before = sum(each.number("cpu.before") for each in report.results)
+        figures = "".join(f"{seconds / speed:11.1f}" for seconds in (report.cpu_seconds, before, report.shared))
+        lines.append(f"{len(report.results):5}{figures}  {report.suite}")
+    lines += ["", f"  CPU s  dearest {DEAREST} files"]
+    lines += [f"{spent:7.1f}  {file}" for file, spent in list(by_file(reports, speed).items())[:DEAREST]]
     tests = sorted((each for report in reports for each in report.results), key=lambda each: -each.cpu_seconds)
-    return "\n\n".join([
-        table(["tests", "test s", "CPU s", "of imports", "of pods", "suite"], suites),
-        table(["CPU s", f"dearest {DEAREST} files"], [(spent, file) for file, spent in files]),
-        table(["CPU s", "s", f"dearest {DEAREST} tests"],
-              [(each.cpu_seconds / speed, each.seconds, each.node_id) for each in tests[:DEAREST]]),
-        "\n".join([*over(reports, read_areas().files, speed, tier), summary(reports, tier)]),
-    ])  # fmt: skip
+    lines += ["", f"  CPU s  dearest {DEAREST} tests"]
+    lines += [f"{each.cpu_seconds / speed:7.1f}  {each.node_id}" for each in tests[:DEAREST]]
+    return "\n".join([*lines, "", *over(reports, read_areas().files, speed, tier), summary(reports, tier)])
 
 
 def summary(reports: Sequence[Report], tier: str) -> str:

@@ -121,7 +121,9 @@ def _result(case: ElementTree.Element) -> Result:
     for stream in ("system-out", "system-err"):
         texts += [f"---- {stream}\n{found.text or ''}" for found in case.findall(stream)]
     return Result(
-        node_id=properties.get("nodeid") or _guessed_id(case.get("classname", ""), case.get("name", "")),
+        # A module that cannot be imported has only a name, and a test whose process died no node id.
+        node_id=properties.get("nodeid")
+        or f"{case.get('classname') or case.get('name', '')}".replace(".", "/") + ".py",
         outcome=Outcome.FAILED if failures else Outcome.SKIPPED if parts else Outcome.PASSED,
         seconds=float(case.get("time", 0)),
         message=" ".join(messages[0].split())[:160] if messages else "",
@@ -129,14 +131,3 @@ def _result(case: ElementTree.Element) -> Result:
         in_setup=case.find("error") is not None and "on teardown with" not in messages[0],
         properties=properties,
     )
-
-
-def _guessed_id(classname: str, name: str) -> str:
-    """Compose a node id for a test that did not come to its end: `tests.unit.test_a.TestB`, `test_c` ->
-    `tests/unit/test_a.py::TestB::test_c`; a module that cannot be imported has only a name.
-    """
-    if not classname:
-        return name.replace(".", "/") + ".py"
-    parts = classname.split(".")
-    module = next((place for place, part in enumerate(parts) if part.startswith("test_")), len(parts) - 1)
-    return "::".join(["/".join(parts[: module + 1]) + ".py", *parts[module + 1 :], name])

@@ -48,6 +48,7 @@ PROGRAMS = {
 """Suite -> programs that all its tests need."""
 LINT_SECONDS = 150.0
 """CPU seconds of T0, which are a part of T2's."""
+PATIENCE, BESIDE = "FINETUNE_TEST_PATIENCE", 3.0
 TEST_SECONDS = "1800"
 """Limit of a dear test, scaled by patience."""
 
@@ -172,9 +173,18 @@ def main(arguments: Sequence[str]) -> int:
     REPORTS.mkdir(exist_ok=True)
     for old in (file for ending in ("xml", "code", "log") for file in REPORTS.glob(f"*.{ending}")):
         old.unlink()
+    os.environ[PATIENCE] = f"{beside_each_other():.2f}"
     queues = Queues(everything=given.tier == "t3")
     queues.run(list(choice.chosen), cheap=given.tier == "t2" or given.part.startswith("1/"))
     return finish(queues, choice, "T2" if given.tier == "t2" else "")
+
+
+def beside_each_other() -> float:
+    """Return the factor for limits of tests: two queues beside each other are slower than one suite alone."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from suite_plugins.patience import MAX_FACTOR, factor
+
+    return min(MAX_FACTOR, BESIDE * factor())
 
 
 def finish(queues: Queues, choice: Choice, tier: str) -> int:

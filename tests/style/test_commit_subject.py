@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-HOOK = Path(__file__).parents[2] / ".ci" / "commit_subject.py"
+HOOK = Path(__file__).with_name("commit_subject.py")
 
 
 def refusal_of(message: str, folder: Path) -> str:

@@ -3,14 +3,10 @@
 Limits in the tests are seconds on the reference machine. One factor, measured once at the start of a run, scales them
 all: `patient(60)` is 60 s there and 144 s on a machine that is 2.4 times slower at its slowest kind of work.
 `FINETUNE_TEST_PATIENCE` sets the factor, and hands it to the workers of xdist and to the programs that tests start.
-
-`python -m suite_plugins.patience` (with PYTHONPATH=tests) prints the factor; `--beside 2` doubles it, for a script
-that runs two suites at the same time.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -28,36 +24,22 @@ VARIABLE = "FINETUNE_TEST_PATIENCE"
 # lower median of 8 rounds; for the disk the lower quartile of 12 rounds.
 REFERENCE_SECONDS = {
     "import": 0.24,  # Start Python and import the modules of PROBE, all of the standard library: 0.12 s of CPU time.
-    "fork": 0.24,  # Fork 40 processes that exit at once: 0.12 s.
     "disk": 0.06,  # Write and sync 10 files of 64 KiB in the folder for temporary files.
     "cpu": 0.07,  # Add up a million squares in each of 2 processes: 0.035 s each.
 }
 
-# On a slower machine a failure is better than limits of hours.
 MAX_FACTOR = 12.0
-
+"""On a slower machine a failure is better than limits of hours."""
 ROUNDS = 3
-# A slow machine is known after one round.
 MEASURE_SECONDS = 2.0
+"""A slow machine is known after one round."""
 
 PROBE = """
 import json, os, sys, tempfile, time
 import asyncio, email.mime.multipart, http.server, logging.config, multiprocessing.pool, sqlite3, unittest.mock
 import xml.dom.minidom, zipfile
 
-def wait_for(child):
-    os.waitpid(child, 0)
-
 imported = time.monotonic()
-children = []
-for _ in range(40):
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    children.append(child)
-for child in children:
-    wait_for(child)
-forked = time.monotonic()
 with tempfile.TemporaryDirectory() as folder:
     for number in range(10):
         with open(os.path.join(folder, str(number)), "wb") as file:
@@ -73,10 +55,9 @@ for _ in range(2):
         os._exit(0)
     children.append(child)
 for child in children:
-    wait_for(child)
+    os.waitpid(child, 0)
 computed = time.monotonic()
-seconds = {"import": imported - float(sys.argv[1]), "fork": forked - imported}
-print(json.dumps({**seconds, "disk": written - forked, "cpu": computed - written}))
+print(json.dumps({"import": imported - float(sys.argv[1]), "disk": written - imported, "cpu": computed - written}))
 """
 
 MOST_TEST_SECONDS = 1800.0
@@ -172,14 +153,3 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
 
     limit = bounded(settings.timeout, MOST_TEST_SECONDS)
     return pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=limit))
-
-
-def main() -> None:
-    """Print the factor for a script."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--beside", type=float, default=1.0, help="multiply by this: suites that run at the same time")
-    print(f"{factor() * parser.parse_args().beside:.2f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -6,12 +6,12 @@ import os
 
 import pytest
 
+from each_case import each_case
 from finetune_contract.trainer_job import Strategy, World
 from finetune_operator.planning.exchange_memory import gathered_bytes
 from finetune_operator.planning.state_memory import SUB_GROUP_ELEMENTS, ModelStates, model_states
 from finetune_trainer.strategies.deepspeed_import import import_deepspeed
 from planning_support.workloads import model_of, work
-from suite_plugins.each_case import each_case
 
 SIZES = [124_647_170, 355_361_794, 1_543_714_304, 6_738_415_616, 30_000_000_000, 175_000_000_000]
 GRID = [(parameters, gpus, nodes) for parameters in SIZES for gpus in (1, 2, 4, 8) for nodes in (1, 2, 16)]

@@ -1,6 +1,6 @@
 """Hook of git: refuse a commit whose subject is no short imperative sentence. `pre-commit install` sets it up.
 
-    python .ci/commit_subject.py FILE
+    python tests/style/commit_subject.py FILE
 
 FILE holds the message, as git passes it to the hook commit-msg. Exits with 1 for a subject that breaks a rule and names
 the rule.
