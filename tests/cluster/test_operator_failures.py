@@ -285,16 +285,6 @@ def test_out_of_memory_ends_the_job_under_the_policy_fail(world: World) -> None:
     assert (status["failure"]["class"], states(status)["train"]) == ("OutOfMemory", ("Failed", 1))
 
 
-def test_an_image_that_cannot_be_pulled_ends_the_job_after_a_while(world: World) -> None:
-    never = Play(waiting=("ImagePullBackOff", 'Back-off pulling image "nowhere/none:1"'))
-    world.kubelet.playbook.set("image", "prepare", never)
-    short(world, "image", {"image": "nowhere/none:1"})
-    failure = world.wait_phase("image", "Failed")["failure"]
-    assert (failure["class"], failure["stage"]) == ("ImagePull", "prepare")
-    assert "nowhere/none:1" in failure["message"]
-    wait_until(lambda: world.pods("image") == [], "nothing of it runs", detail=lambda: world.describe("image"))
-
-
 def test_exit_code_zero_without_a_report_is_a_failure(world: World) -> None:
     world.kubelet.playbook.set("silent", "prepare", Play(message=""))
     short(world, "silent", {"runPolicy": {"maxRestarts": 0}})

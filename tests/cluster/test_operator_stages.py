@@ -314,6 +314,17 @@ def test_spec_refused_by_the_operator_lists_all_problems_and_is_editable(world: 
     assert states(world.wait_phase("wrong", "Succeeded")) == ONE_EACH
 
 
+def test_a_host_that_the_administrator_does_not_allow_is_refused_at_once(world: World) -> None:
+    script = {"git": {"url": "https://elsewhere.example.com/programs"}}
+    world.apply("elsewhere", {"training": {"epochs": None, "globalBatchSize": None, "script": script}})
+    status = world.wait("elsewhere", "refused", lambda found: condition(found, "Accepted").get("status") == "False")
+    accepted = condition(status, "Accepted")
+    assert accepted["reason"] == "InvalidSpec"
+    assert "spec.training.script.git.url" in accepted["message"]
+    assert "is on a host that is not allowed" in accepted["message"]
+    assert world.everything("elsewhere") == []
+
+
 def test_refusal_is_the_first_status_of_a_spec(world: World) -> None:
     history = world.record("quick")
     world.apply("quick", {"model": {"trustRemoteCode": True}})

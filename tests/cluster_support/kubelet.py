@@ -1,8 +1,8 @@
 """Nodes without machines: their pods follow a playbook, and the cluster sees a kubelet.
 
-A node is Ready, renews its lease, and answers `kubectl logs`. Its pods wait for their ConfigMaps, Secrets and claims as
-real ones do, run, end with an exit code and a termination message, and obey deletion. A restart in place, which no pod
-of ours may need, is not imitated but recorded as a complaint.
+A node is Ready, renews its lease, and answers `kubectl logs`. Its pods wait for their ConfigMaps, claims and Secrets,
+also those of variables, as real ones do, run, end with an exit code and a termination message, and obey deletion. A
+restart in place, which no pod of ours may need, is not imitated but recorded as a complaint.
 """
 
 from __future__ import annotations
@@ -235,10 +235,11 @@ class Kubelet:
     async def _run(self, pod: Object, running: _Running) -> None:
         if pod["spec"].get("restartPolicy") != "Never" and running.play.exit_code:
             self.complaints.append(f"{pod['metadata']['name']}: would be restarted in place")
-        if not await self._volumes_there(pod, running.stop):
+        if not (await self._volumes_there(pod, running.stop) and await self._variables_there(pod, running.stop)):
             return
         if running.play.waiting is not None:
-            await self._wait_for_ever(pod, running)
+            await self._show_waiting(pod, *running.play.waiting)
+            await running.ended(None)
         if running.stop.is_set():
             return
         started = now()
@@ -275,13 +276,40 @@ class Kubelet:
                     await asyncio.sleep(0.2)
         return True
 
-    async def _wait_for_ever(self, pod: Object, running: _Running) -> None:
-        """Keep a container waiting that does not start."""
-        assert running.play.waiting is not None
-        reason, message = running.play.waiting
+    async def _variables_there(self, pod: Object, stop: asyncio.Event) -> bool:
+        """Wait for the Secrets that variables refer to; return False if the pod is deleted before."""
+        shown = ""
+        while (message := await self._missing_secret(pod)) is not None:
+            if stop.is_set():
+                return False
+            if message != shown:
+                await self._show_waiting(pod, "CreateContainerConfigError", message)
+                shown = message
+            await asyncio.sleep(0.2)
+        return True
+
+    async def _missing_secret(self, pod: Object) -> str | None:
+        """Return the message about a missing Secret or key (kubernetes `pkg/kubelet/kubelet_pods.go`); None without."""
+        namespace, containers = pod["metadata"]["namespace"], pod["spec"]["containers"]
+        references = [
+            each.get("valueFrom", {}).get("secretKeyRef") for one in containers for each in one.get("env", [])
+        ]
+        references += [each.get("secretRef") for one in containers for each in one.get("envFrom", [])]
+        for reference in references:
+            if reference is None or reference.get("optional"):
+                continue
+            name, key = reference["name"], reference.get("key")
+            secret = await self._api.quietly("GET", path_of("v1", "secrets", namespace, name))
+            if secret is None:
+                return f'secret "{name}" not found'
+            if key is not None and key not in secret.get("data", {}):
+                return f"couldn't find key {key} in Secret {namespace}/{name}"
+        return None
+
+    async def _show_waiting(self, pod: Object, reason: str, message: str) -> None:
+        """Report containers that do not start."""
         state = {"waiting": {"reason": reason, "message": message}}
         await self._status(pod, {"phase": "Pending", "startTime": now(), **_containers(pod, state, ready=False)})
-        await running.ended(None)
 
     async def _ended_status(self, pod: Object, play: Play, started: str) -> Object:
         terminated = {

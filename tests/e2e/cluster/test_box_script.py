@@ -11,7 +11,7 @@ from box_support.box import SCRIPTS_GIT_HOST, Box
 from box_support.faults import kill_pod, puppet
 from box_support.git_pod import TEMPLATE, git_pod
 from box_support.job_watch import watching
-from box_support.team import Team, stage_of
+from box_support.team import Team
 from cluster_support.api_access import Object, wait_until
 from script_support.programs import documented
 
@@ -139,26 +139,3 @@ def test_exception_on_the_second_node_is_reported_with_line_and_rank(team: Team,
         "train",
     )
     assert "at broken.py, line 4: ValueError: row 17 has no label" in failure["message"]
-
-
-def test_missing_entry_point_fails_before_training_with_existing_files(team: Team, programs: None) -> None:
-    name = team.new_name("misnamed")
-    team.apply(name, own_program(entryPoint="trian.py"))
-    failure = team.fails(name)
-    assert (failure["class"], failure["reason"], failure["stage"]) == ("ConfigError", "EntryPointNotFound", "prepare")
-    assert "It has broken.py, meeting.py, train.py." in failure["message"]
-    assert stage_of(team.status(name), "train").get("attempt", 0) == 0
-
-
-def test_a_host_that_the_administrator_does_not_allow_is_refused_at_once(team: Team) -> None:
-    name = team.new_name("elsewhere")
-    team.apply(name, own_program(git={"url": "https://elsewhere.example.com/programs"}))
-    status = team.wait(
-        name,
-        lambda status: status if any(c["reason"] == "InvalidSpec" for c in status.get("conditions", [])) else None,
-        "a refusal",
-    )
-    accepted = next(one for one in status["conditions"] if one["type"] == "Accepted")
-    assert "spec.training.script.git.url" in accepted["message"]
-    assert "is on a host that is not allowed" in accepted["message"]
-    assert team.pods(name) == []
