@@ -38,11 +38,13 @@ def calibration(reports: Sequence[Report]) -> float:
 
 
 def by_file(reports: Sequence[Report], speed: float) -> dict[str, float]:
-    """Return CPU seconds of each file without imports, on the reference machine; the dearest first."""
+    """Return CPU seconds of each file without imports, the dearest first; what a suite shares counts by time."""
     found: dict[str, float] = {}
     for report in reports:
+        whole = sum(each.seconds for each in report.results) or 1.0
         for each in report.results:
-            found[each.file] = found.get(each.file, 0.0) + each.cpu_seconds / speed
+            spent = each.cpu_seconds + report.shared * each.seconds / whole
+            found[each.file] = found.get(each.file, 0.0) + spent / speed
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 

@@ -3,7 +3,7 @@
     suites.py t2                  T1, and the dear tests that a change can break: what .ci/run calls
     suites.py t3 --part 1/6       everything, in parts of similar length
     suites.py changed --list      the dear tests of the areas that a change touches; --list only names them
-    suites.py t2 --programs       print the programs of a control plane that the chosen tests need
+    suites.py t2 --programs       the programs of a control plane that the chosen tests need
 
 Ends with tables of CPU seconds, the choice of files, and one closing line for all suites.
 """
@@ -41,10 +41,7 @@ from run_verdict import closing_line, judge
 REPORTS = Path(".test-reports")
 PYTEST = (".venv/bin/python", "-m", "pytest")
 CLUSTER, BOX = "tests/cluster/", "tests/e2e/cluster/"
-PROGRAMS = {
-    "tests/cluster": ("etcd", "kubernetes"),
-    "tests/e2e/cluster": ("etcd", "kubernetes", "training-operator", "mpi-operator"),
-}
+PROGRAMS = {CLUSTER: ("etcd", "kubernetes"), BOX: ("etcd", "kubernetes", "training-operator", "mpi-operator")}
 """Suite -> programs that all its tests need."""
 LINT_SECONDS = 150.0
 """CPU seconds of T0, which are a part of T2's."""
@@ -146,7 +143,7 @@ def selected(tier: str, base: str, place: str, table: Areas) -> Choice:
 
 def programs(choice: Choice, table: Areas) -> list[str]:
     """Return the programs of a control plane that the chosen tests need."""
-    suites = [PROGRAMS.get(path.rpartition("/")[0], ()) for path in choice.chosen]
+    suites = [names for suite, names in PROGRAMS.items() if any(path.startswith(suite) for path in choice.chosen)]
     files = [file.programs for file in table.files if file.path in choice.chosen]
     return list(dict.fromkeys(name for names in (*suites, *files) for name in names))
 

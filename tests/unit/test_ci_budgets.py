@@ -69,6 +69,7 @@ def test_seconds_are_those_of_the_reference_machine() -> None:
 def test_imports_and_shared_servers_count_for_the_suite() -> None:
     report = Report("e2e", [result("tests/e2e/cluster/test_x.py::test_a", 2, **{"cpu.before": 3})], shared=4)
     assert report.cpu_seconds == 9
+    assert by_file([report], 1.0) == {"tests/e2e/cluster/test_x.py": 6}
 
 
 @pytest.mark.parametrize(
