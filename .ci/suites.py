@@ -43,7 +43,7 @@ PYTEST = (".venv/bin/python", "-m", "pytest")
 CLUSTER, BOX = "tests/cluster/", "tests/e2e/cluster/"
 PROGRAMS = {CLUSTER: ("etcd", "kubernetes"), BOX: ("etcd", "kubernetes", "training-operator", "mpi-operator")}
 """Suite -> programs that all its tests need."""
-LINT_SECONDS = 150.0
+LINT_SECONDS = 100.0
 """CPU seconds of T0, which are a part of T2's."""
 PATIENCE, BESIDE = "FINETUNE_TEST_PATIENCE", 3.0
 TEST_SECONDS = "1800"
