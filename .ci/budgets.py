@@ -37,6 +37,11 @@ def calibration(reports: Sequence[Report]) -> float:
     return statistics.mean([value for value in found if value] or [1.0])
 
 
+def total(reports: Sequence[Report]) -> float:
+    """Return the CPU seconds of all suites on the reference machine."""
+    return sum(report.cpu_seconds for report in reports) / calibration(reports)
+
+
 def by_file(reports: Sequence[Report], speed: float) -> dict[str, float]:
     """Return CPU seconds of each file without imports, the dearest first; what a suite shares counts by time."""
     found: dict[str, float] = {}
@@ -58,7 +63,7 @@ def over(reports: Sequence[Report], files: Sequence[DearFile], speed: float, tie
     for file in files:
         if (spent := measured.get(file.path, 0.0)) > NOTED * file.cpu + SLACK_SECONDS:
             lines.append(f"over budget: {spent:.0f} of {file.cpu:g} CPU s: {file.path}")
-    if tier and (spent := sum(each.cpu_seconds for each in reports) / speed) > NOTED * TIERS[tier]:
+    if tier and (spent := total(reports)) > NOTED * TIERS[tier]:
         lines.append(f"over budget: {spent:.0f} of {TIERS[tier]:g} CPU s: {tier}")
     return lines
 
@@ -81,15 +86,13 @@ def describe(reports: Sequence[Report], tier: str = "") -> str:
 
 def summary(reports: Sequence[Report], tier: str) -> str:
     """Return one line: CPU seconds of all suites, the tier's budget, the speed of the machine."""
-    speed = calibration(reports)
-    spent = sum(report.cpu_seconds for report in reports) / speed
-    budget = f" of {TIERS[tier]:g}" if tier else ""
-    return f"{tier or 'all'}: {spent:.0f}{budget} CPU s; this machine took {speed:.2f} times as long as the reference"
+    spent = f"{tier or 'all'}: {total(reports):.0f}{f' of {TIERS[tier]:g}' if tier else ''} CPU s"
+    return f"{spent}; this machine took {calibration(reports):.2f} times as long as the reference"
 
 
 def exceeds(reports: Sequence[Report], tier: str) -> bool:
     """Return whether a tier is so far above its budget that the run fails."""
-    return sum(report.cpu_seconds for report in reports) / calibration(reports) > FAILED * TIERS[tier]
+    return total(reports) > FAILED * TIERS[tier]
 
 
 def record(text: str, measured: Mapping[str, float]) -> str:

@@ -117,9 +117,9 @@ def first_reasons(found: Iterable[tuple[DearFile, str]]) -> dict[DearFile, str]:
 
 def touched(table: Areas, changed: Sequence[str]) -> Iterator[tuple[DearFile, str]]:
     """Yield the dear test files that a change can break, each with a reason, nearest first; some come twice."""
-    own = [file for file in table.files if file.path in changed]
-    yield from ((file, "changed itself") for file in own)
-    areas = {path: table.of(path) for path in changed if path not in {file.path for file in own}}
+    own = {file.path: file for file in table.files if file.path in changed}
+    yield from ((file, "changed itself") for file in own.values())
+    areas = {path: table.of(path) for path in changed if path not in own}
     counts = Counter(area for found in areas.values() for area in found if area != NOTHING)
     yield from ((file, f"area {area}") for area, _ in counts.most_common() for file in table.in_area(area))
     unknown = next((path for path, found in areas.items() if not found), None)

@@ -122,8 +122,7 @@ def _result(case: ElementTree.Element) -> Result:
         texts += [f"---- {stream}\n{found.text or ''}" for found in case.findall(stream)]
     return Result(
         # A module that cannot be imported has only a name, and a test whose process died no node id.
-        node_id=properties.get("nodeid")
-        or f"{case.get('classname') or case.get('name', '')}".replace(".", "/") + ".py",
+        node_id=properties.get("nodeid") or (case.get("classname") or case.get("name", "")).replace(".", "/") + ".py",
         outcome=Outcome.FAILED if failures else Outcome.SKIPPED if parts else Outcome.PASSED,
         seconds=float(case.get("time", 0)),
         message=" ".join(messages[0].split())[:160] if messages else "",

@@ -3,7 +3,6 @@
     suites.py t2                  T1, and the dear tests that a change can break: what .ci/run calls
     suites.py t3 --part 1/6       everything, in parts of similar length
     suites.py changed --list      the dear tests of the areas that a change touches; --list only names them
-    suites.py t2 --programs       the programs of a control plane that the chosen tests need
 
 Ends with tables of CPU seconds, the choice of files, and one closing line for all suites.
 """
@@ -171,7 +170,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.list or not (cheap or choice.chosen):
         return 0
     REPORTS.mkdir(exist_ok=True)
-    for old in (file for ending in ("xml", "code", "log") for file in REPORTS.glob(f"*.{ending}")):
+    for old in (file for ending in ("xml", "code", "cpu", "log") for file in REPORTS.glob(f"*.{ending}")):
         old.unlink()
     os.environ[PATIENCE] = f"{beside_each_other():.2f}"
     queues = Queues(everything=given.tier == "t3")

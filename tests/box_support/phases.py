@@ -60,7 +60,7 @@ class Phase:
             (reports / f"e2e-{self.name}.cpu").write_text(f"{after - before:.1f}\n")
         self.write_code(reports, code)
         if code == NOTHING_CHOSEN:
-            for ending in ("code", "xml"):
+            for ending in ("code", "cpu", "xml"):
                 (reports / f"e2e-{self.name}.{ending}").unlink(missing_ok=True)
         return code
 
