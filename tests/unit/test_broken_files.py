@@ -18,7 +18,7 @@ from examples import EXAMPLES, FOLDER
 from finetune_command import finetune
 from finetune_operator.cli.main import app
 from finetune_operator.documents import MAX_BYTES, read_documents
-from finetune_operator.shell.command import app as operator_app
+from finetune_operator.controller.command import app as operator_app
 from suite_plugins.fuzz import examples
 from suite_plugins.selection import covering
 

@@ -26,10 +26,15 @@ _TOKEN = re.compile(_STRING.pattern + rb"|[{}\[\]]", re.DOTALL)
 
 def loads(text: bytes) -> JsonValue:
     """Return the value of `text`, at most DEEPEST levels deep. Raise ValueError for invalid JSON."""
+    value: JsonValue = json.loads(bounded(text))
+    return value
+
+
+def bounded(text: bytes) -> bytes:
+    """Return JSON that is at most DEEPEST levels deep."""
     # Nearly all texts have few brackets, which are counted quickly.
     may_be_deep = text.count(b"{") + text.count(b"[") > DEEPEST
-    value: JsonValue = json.loads(cut(text) if may_be_deep and depth(text) > DEEPEST else text)
-    return value
+    return cut(text) if may_be_deep and depth(text) > DEEPEST else text
 
 
 def depth(text: bytes) -> int:

@@ -11,7 +11,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version as distribution_version
@@ -117,6 +117,14 @@ class KubernetesClient:
     async def document(self, path: str, counted: str) -> Manifest:
         """Return the document at a path that belongs to no resource; `counted`: see `Request`."""
         return await self._json(Request("get", path, counted))
+
+    async def list_at(self, path: str, query: Query) -> Manifest:
+        """Return the answer to a list, which may be only a page of it, as it is."""
+        return await self._json(Request("list", path, _plural(path), query, seconds=LIST_SECONDS))
+
+    def watch_at(self, path: str, query: Query) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Return the answer to a watch, once it has begun; its body is read as it arrives."""
+        return self._streamed(Request("watch", path, _plural(path), query), SILENCE_SECONDS)
 
     async def serves(self, resource: Resource) -> bool:
         """Return whether the API server serves the resource."""
@@ -303,7 +311,20 @@ class KubernetesClient:
         self, request: Request, silence_seconds: float | None, longest: int | None = None
     ) -> AsyncGenerator[bytes, None]:
         """Yield the answer line by line, also a last one without an end."""
-        began, lines = time.monotonic(), Lines(longest)
+        lines = Lines(longest)
+        async with self._streamed(request, silence_seconds) as answer:
+            async for chunk in answer.content.iter_any():
+                for line in lines.take(chunk):
+                    yield line
+            if lines.rest:
+                yield lines.rest
+
+    @asynccontextmanager
+    async def _streamed(
+        self, request: Request, silence_seconds: float | None
+    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        """Yield an answer without an end, once it has begun. ApiError, also in place of errors while it is read."""
+        began = time.monotonic()
         try:
             async with self._sent(replace(request, seconds=None), silence_seconds) as answer:
                 self._count(request, answer.status, began)
@@ -311,11 +332,7 @@ class KubernetesClient:
                     retry_after = answer.headers.get("Retry-After")
                     raise error_of(str(request), answer.status, await _whole(request, answer), retry_after)
                 self._answered()
-                async for chunk in answer.content.iter_any():
-                    for line in lines.take(chunk):
-                        yield line
-                if lines.rest:
-                    yield lines.rest
+                yield answer
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise errors.NoAnswerError(
                 str(request), 0, "", f"connection broken: {error or type(error).__name__}"
@@ -355,6 +372,10 @@ class KubernetesClient:
 
     def _count(self, request: Request, code: int, began: float) -> None:
         """Note the end of a request that began then, on the monotonic clock; `code` 0: it had no answer."""
+
+
+def _plural(path: str) -> str:
+    return path.rpartition("/")[2]
 
 
 def _non_empty(query: Mapping[str, str | None]) -> Query:

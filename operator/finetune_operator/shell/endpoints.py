@@ -1,7 +1,8 @@
 """Serve probes and metrics over plain HTTP.
 
-/healthz fails when a task that has to run for ever has ended, or when the event loop was more than a minute late: the
-kubelet then restarts the operator, which loses nothing. /readyz succeeds once all objects are known; a stand-by is
+/healthz passes on what kopf's probe handlers report, from an endpoint of kopf that only this process can reach. It
+fails when a task that has to run for ever has ended, or when the event loop was more than a minute late: the kubelet
+then restarts the operator, which loses nothing. /readyz succeeds once all objects are known; a stand-by is
 ready too. Neither shows anything about jobs. The port is open to many: connections are limited (listener.py), so that
 the kubelet is served whoever else calls.
 """
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import aiohttp
 from aiohttp import web
 
 from finetune_operator.shell.listener import Bounds
@@ -22,6 +24,7 @@ from finetune_operator.shell.sites import Site
 HTTP_PORT = 8080
 BEAT_SECONDS = 1.0
 LAG_LIMIT_SECONDS = 60.0
+LIVENESS_SECONDS = 3.0
 BOUNDS = Bounds(connections=128, seconds=20.0)
 METRICS_PAUSE = 10
 """The metrics page is reused for this many times the duration of its generation."""
@@ -31,13 +34,27 @@ _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 class Health(Protocol):
     """Health of the operator, as messages."""
 
-    def faults(self) -> Sequence[str]:
-        """Return messages on tasks that have ended and have to run for ever; empty: none."""
-        ...
-
     def missing(self) -> Sequence[str]:
         """Return messages on state that is still missing before jobs can be reconciled; empty: none."""
         ...
+
+
+class Liveness:
+    """Facts of kopf's liveness endpoint, which itself has no limit on connections."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def faults(self) -> Sequence[str]:
+        """Return messages on what has to be and is not; empty: nothing."""
+        try:
+            timeout = aiohttp.ClientTimeout(LIVENESS_SECONDS)
+            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(self._url) as answer:
+                answer.raise_for_status()
+                facts = await answer.json()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            return [f"kopf does not report: {type(error).__name__}"]
+        return [str(fault) for found in facts.values() for fault in found]
 
 
 class Heartbeat:
@@ -64,8 +81,11 @@ class Heartbeat:
 class Endpoints:
     """Serves /healthz, /readyz and /metrics."""
 
-    def __init__(self, health: Health, metrics: Metrics, heartbeat: Heartbeat | None = None) -> None:
+    def __init__(
+        self, health: Health, liveness: Liveness, metrics: Metrics, heartbeat: Heartbeat | None = None
+    ) -> None:
         self._health = health
+        self._liveness = liveness
         self._metrics = metrics
         self._heartbeat = heartbeat or Heartbeat(metrics.event_loop_lag)
         self._site: Site | None = None
@@ -91,7 +111,7 @@ class Endpoints:
         self._beating = self._site = None
 
     async def _healthz(self, _request: web.BaseRequest) -> web.Response:
-        faults = list(self._health.faults())
+        faults = list(await self._liveness.faults())
         lag = self._heartbeat.lag()
         if lag > LAG_LIMIT_SECONDS:
             faults.append(f"the event loop is {lag:.0f} s late")

@@ -37,7 +37,7 @@ from finetune_operator.shell.certificates import (
     UnusableError,
     server_names,
 )
-from finetune_operator.shell.endpoints import HTTP_PORT, Endpoints
+from finetune_operator.shell.endpoints import HTTP_PORT, Endpoints, Liveness
 from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.operator_metrics import Metrics
 from finetune_operator.shell.progress_protocol import AttemptKey, merged_progress
@@ -214,23 +214,18 @@ class OperatorView:
             None if running is None else self._state.progress.last_progress_at(job.uid, running.name, running.attempt)
         )
 
-    def faults(self) -> Sequence[str]:
-        """See `endpoints.Health`."""
-        return [f"{task.get_name()} has ended" for task in self._state.tasks if task.done()]
-
     def missing(self) -> Sequence[str]:
         """See `endpoints.Health`."""
         return [] if self.synced() else ["the objects have not all been listed from the API server yet"]
 
 
 class Servers:
-    """Probes and metrics, the progress server if the settings enable it, and the webhook if it is requested. A
-    `state.Service`.
-    """
+    """Probes and metrics, the progress server if the settings enable it, and the webhook if it is requested."""
 
     def __init__(
         self,
         metrics: Metrics,
+        liveness: Liveness,
         *,
         host: str | None = None,
         http_port: int = HTTP_PORT,
@@ -244,6 +239,7 @@ class Servers:
         self.webhook_port = 0 if webhook is None else webhook.port
         self.progress_port = progress_port
         self._metrics = metrics
+        self._liveness = liveness
         self._host = host
         self._endpoints: Endpoints | None = None
         self._progress: ProgressServer | None = None
@@ -257,7 +253,7 @@ class Servers:
         self._metrics.follow_jobs(view.fleet)
         self._metrics.follow_queue(lambda: len(state.queue))
         self._metrics.follow_leading(view.leading)
-        self._endpoints = Endpoints(view, self._metrics)
+        self._endpoints = Endpoints(view, self._liveness, self._metrics)
         self.http_port = await self._endpoints.start(self._host, self.http_port)
         url, hook = state.settings.progress.url, self._webhook_options
         progress = state.settings.progress.enabled

@@ -216,13 +216,3 @@ class OperatorState:
         while True:
             self.reports_complete_since()
             await asyncio.sleep(LISTEN_SECONDS)
-
-
-class Service(Protocol):
-    """Something that is served beside the reconciler while the operator runs."""
-
-    async def start(self, state: OperatorState) -> None:
-        """Begin to serve. Raises the error that keeps it from serving."""
-
-    async def stop(self) -> None:
-        """Stop, also after a start that failed."""

@@ -1,7 +1,7 @@
-"""Fill the store by one list per kind, and again whenever a watch may have missed something.
+"""Fill the store by one list per kind, and again whenever kopf's watches may have missed something.
 
-Objects that vanished while a watch was interrupted are in no event. So a list is read again after an outage, and before
-a watch that cannot resume where it ended (watches.py).
+Objects that vanished while a watch was interrupted are in no event. So a list is read after an outage, and when kopf
+cannot resume a watch where it ended, and lists again (kopf_guard.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SERVED_SECONDS = 15.0
 """Interval between two discoveries of served kinds, while a job waits to begin."""
 
 
-class Syncer:
+class Resync:
     """Lists objects, once or on request."""
 
     def __init__(self, state: OperatorState, discovery: Discovery) -> None:
@@ -65,6 +65,12 @@ class Syncer:
         """Have all kinds listed again soon."""
         for resource in self._resources():
             self.request(resource, reason)
+
+    def request_at(self, path: str) -> None:
+        """Have the kind of this collection listed again soon, as kopf lists it again."""
+        for resource in self._resources():
+            if path.endswith(f"/{resource.plural}"):
+                self.request(resource, "relist")
 
     async def run(self) -> None:
         """Serve requests, for ever."""

@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
-from finetune_operator.settings_file import SettingsError, read_settings_file
-from finetune_operator.shell.leader import own_namespace
-from finetune_operator.shell.operator_options import (
+from finetune_operator.controller.operator_options import (
     Context,
     HttpPort,
     Kubeconfig,
@@ -41,6 +39,8 @@ from finetune_operator.shell.operator_options import (
     WebhookPort,
     Workers,
 )
+from finetune_operator.settings_file import SettingsError, read_settings_file
+from finetune_operator.shell.leader import own_namespace
 
 if TYPE_CHECKING:
     from finetune_operator.shell.webhook import WebhookOptions
@@ -129,10 +129,10 @@ def run(
     if home is None and leader_election:
         _usage("outside of a cluster, give --own-namespace, or --no-leader-election for a single process")
     # The Kubernetes client takes a second to import; check-settings and --help do without.
+    from finetune_operator.controller.engine import Options
+    from finetune_operator.controller.process import run as run_operator
     from finetune_operator.kubernetes_api.errors import ApiError, NoClusterError
     from finetune_operator.reconcile.decide import decide
-    from finetune_operator.shell.startup import Options
-    from finetune_operator.shell.startup import run as run_operator
 
     webhook = _webhook_options(
         webhook_port, webhook_configuration, webhook_certificate, webhook_clients, tuple(webhook_client_name or ())
@@ -211,6 +211,10 @@ QUIET: Sequence[tuple[str, int]] = (
     ("kubernetes", logging.ERROR),
     ("aiohttp", logging.WARNING),
     ("asyncio", logging.WARNING),
+    ("kopf", logging.WARNING),
+    # Failed requests are those of our client, which logs outages; kinds that are not served are logged by discovery.py.
+    ("kopf._cogs.clients.api", logging.CRITICAL),
+    ("kopf._core.reactor.observation", logging.ERROR),
 )
 
 

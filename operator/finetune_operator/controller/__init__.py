@@ -1,0 +1,1 @@
+"""The operator: kopf handlers, and what they start and stop."""

@@ -1,0 +1,227 @@
+"""What kopf's handlers start, feed and stop.
+
+    kopf's watches, lists of the resync -> store
+                                             |
+                   queue -> workers: store -> decide -> API server -> store
+
+On SIGTERM or SIGINT kopf calls the cleanup handler: no more reconciles start, those in progress finish, and the Lease
+is released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import aiohttp
+import kopf
+from kubernetes.aio.client import ApiClient
+
+from finetune_operator.api.settings import Settings
+from finetune_operator.controller.kopf_guard import KopfConnection, ServedKinds
+from finetune_operator.controller.resync import Resync, store_object
+from finetune_operator.kubernetes_api.errors import TooManyRequestsError, UnavailableError
+from finetune_operator.kubernetes_api.resources import Resource
+from finetune_operator.shell.discovery import Discovery
+from finetune_operator.shell.endpoints import HTTP_PORT, Liveness
+from finetune_operator.shell.kube import Kube
+from finetune_operator.shell.leader import Leader
+from finetune_operator.shell.node_reading import NodeReading
+from finetune_operator.shell.operator_metrics import Metrics
+from finetune_operator.shell.progress_server import PORT
+from finetune_operator.shell.queue import WorkQueue
+from finetune_operator.shell.reconciler import Decide, Reconciler
+from finetune_operator.shell.served_kind import wait_for_status_fields
+from finetune_operator.shell.serving import Servers
+from finetune_operator.shell.state import OperatorState, ProgressBook
+from finetune_operator.shell.store import Store
+from finetune_operator.shell.webhook import WebhookOptions
+
+log = logging.getLogger(__name__)
+
+FINISH_SECONDS = 10.0
+"""Time for reconciles in progress at the end; Kubernetes allows 30 s in all."""
+EVENTS_SECONDS = 3.0
+"""Time after that for events that are not created yet."""
+AGAIN_SECONDS = 2.0
+STATUS_WRITERS = 4
+"""Fewer than workers: under load, the objects that jobs need to run come before their statuses."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of one process of the operator."""
+
+    settings: Settings
+    namespace: str
+    """Namespace of the operator; empty: it has none, as one process outside of a cluster."""
+    kubeconfig: Path | None = None
+    context: str | None = None
+    leader_election: bool = True
+    workers: int = 16
+    listen: str | None = None
+    """Address to serve on; None: all."""
+    http_port: int = HTTP_PORT
+    progress_port: int = PORT
+    webhook: WebhookOptions | None = None
+    """Options of the webhook; None: it is not served."""
+
+
+class Operator:
+    """One running operator: what kopf's handlers start, feed and stop."""
+
+    def __init__(self, options: Options, api: ApiClient, decide: Decide, kinds: ServedKinds, liveness: str) -> None:
+        """`liveness`: URL of kopf's own liveness endpoint."""
+        self._options = options
+        self._kinds = kinds
+        metrics = Metrics(options.settings.currency)
+        kube = Kube(api, counter=metrics)
+        self._discovery = discovery = Discovery(kube)
+        self.state = OperatorState(
+            settings=options.settings,
+            namespace=options.namespace,
+            kube=kube,
+            store=Store(options.settings),
+            queue=WorkQueue(),
+            progress=ProgressBook(),
+            leading=asyncio.Event(),
+            synced=asyncio.Event(),
+            served=discovery.served_now,
+            leader_address=lambda: None,
+            measurements=metrics,
+        )
+        self._servers = Servers(
+            metrics,
+            Liveness(liveness),
+            host=options.listen,
+            http_port=options.http_port,
+            progress_port=options.progress_port,
+            webhook=options.webhook,
+        )
+        self._resync = Resync(self.state, discovery)
+        self._reconciler = Reconciler(self.state, discovery, NodeReading(kube, options.settings.nodes.read), decide)
+        self._leader: Leader | None = None
+        self._workers: list[asyncio.Task[None]] = []
+        self._background: list[asyncio.Task[None]] = []
+        self._logins = 0
+        self._lost: set[str] = set()
+        self.failure: Exception | None = None
+        """Why it could not start."""
+        if options.leader_election:
+            self._leader = Leader(kube, options.namespace, self.state.leading, self._prepare_to_lead, self._requeue_all)
+            self.state.leader_address = self._leader.leader_address
+        kube.outage.on_end = lambda: self._resync.request_all("outage")
+
+    # ------------------------------------------------------------------------------------- called by kopf's handlers
+
+    async def start(self) -> None:
+        """Wait for the API server, serve, and start the tasks that run as long as the operator does. What was started
+        is stopped again if that fails.
+        """
+        try:
+            await self._wait_for_api_server()
+            await self._servers.start(self.state)
+        except BaseException as error:
+            self.failure = error if isinstance(error, Exception) else None
+            await self.stop()
+            raise
+        self._workers = [
+            asyncio.create_task(self._reconciler.work(), name=f"worker {number}")
+            for number in range(1, self._options.workers + 1)
+        ]
+        self._background = [
+            asyncio.create_task(self._resync.run(), name="resync"),
+            asyncio.create_task(self._resync.launchers(), name="launchers"),
+            asyncio.create_task(self._kinds.follow(self._discovery.changed), name="served kinds"),
+            asyncio.create_task(self._reconciler.events.write(), name="events"),
+            asyncio.create_task(self.state.check_reports(), name="listening"),
+            *(
+                asyncio.create_task(self._reconciler.write_statuses(), name=f"statuses {number}")
+                for number in range(1, STATUS_WRITERS + 1)
+            ),
+            asyncio.create_task(self._lead(), name="leading"),
+        ]
+        self.state.tasks += [*self._workers, *self._background]
+        for task in self.state.tasks:
+            task.add_done_callback(_log_fault)
+
+    async def connection(self) -> kopf.AiohttpSession:
+        """Return a connection for kopf; all but the first after a while, as the one before was refused."""
+        self._logins += 1
+        if self._logins > 1:
+            await asyncio.sleep(AGAIN_SECONDS)
+        connection = KopfConnection(self.state.kube, self._resync.request_at)
+        return kopf.AiohttpSession(
+            server=self.state.kube.server, aiohttp_session=cast(aiohttp.ClientSession, connection)
+        )
+
+    async def take(self, resource: Resource, event: Mapping[str, Any]) -> None:
+        """Store what an event of kopf's says of an object, and queue its job if it is news."""
+        try:
+            await store_object(self.state, resource, event["object"], deleted=event["type"] == "DELETED")
+        except Exception:
+            self._lost.add(f"an event of a {resource.kind} was lost")
+            raise
+
+    def faults(self) -> list[str]:
+        """Return messages on tasks that have ended and have to run for ever, and on events that were lost."""
+        return [*(f"{task.get_name()} has ended" for task in self.state.tasks if task.done()), *sorted(self._lost)]
+
+    async def stop(self) -> None:
+        """Stop in order: workers finish while everything that they need still runs, the Lease included."""
+        log.info("shutting down")
+        self.state.queue.close()
+        if self._workers:
+            await asyncio.wait(self._workers, timeout=FINISH_SECONDS)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._reconciler.statuses_written(), FINISH_SECONDS)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._reconciler.events.written(), EVENTS_SECONDS)
+        for task in (*self._workers, *self._background):
+            task.cancel()
+        await asyncio.gather(*self._workers, *self._background, return_exceptions=True)
+        await self._reconciler.close()
+        self.state.leading.clear()
+        if self._leader is not None:
+            await self._leader.stop()
+        await self._servers.stop()
+
+    # ------------------------------------------------------------------------------------------------------- its tasks
+
+    async def _wait_for_api_server(self) -> None:
+        """Wait for the API server; an outage at the start does not end the operator again and again."""
+        while True:
+            try:
+                await self._discovery.refresh()
+            except (UnavailableError, TooManyRequestsError) as error:
+                log.warning("waiting for the API server: %s", error)
+                await asyncio.sleep(AGAIN_SECONDS)
+            else:
+                return
+
+    async def _lead(self) -> None:
+        await wait_for_status_fields(self.state.kube)
+        await self._resync.fill("start")
+        if self._leader is not None:
+            await self._leader.run()
+        self.state.leading.set()
+        self._requeue_all()
+        await asyncio.Event().wait()
+
+    async def _prepare_to_lead(self) -> None:
+        await self._resync.fill("leadership")
+
+    def _requeue_all(self) -> None:
+        for key in self.state.store.jobs():
+            self.state.queue.add(key)
+
+
+def _log_fault(task: asyncio.Task[None]) -> None:
+    """Log a task that ended by itself: a bug, which /healthz reports too, so that the kubelet restarts the operator."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("task %s has ended: %s: %s", task.get_name(), type(error).__name__, error, exc_info=error)

@@ -1,0 +1,64 @@
+"""One process of the operator: kopf.operator with the handlers of handlers.py, in the main thread and its loop."""
+
+from __future__ import annotations
+
+import gc
+import socket
+
+import kopf
+
+from finetune_operator.controller import handlers
+from finetune_operator.controller.engine import Operator, Options
+from finetune_operator.controller.kopf_guard import ServedKinds
+from finetune_operator.kubernetes_api.client import connect
+from finetune_operator.kubernetes_api.resources import FINETUNE_JOB
+from finetune_operator.rendering.render_types import FIELD_OWNER
+from finetune_operator.shell.reconciler import Decide
+
+SPARE_CONNECTIONS = 8
+"""Connections beside those of workers and watches: for lists, the Lease, tokens, events."""
+
+
+async def run(options: Options, decide: Decide) -> None:
+    """Run until a signal ends it. NoClusterError when no cluster is configured; OSError when a port is in use; ApiError
+    when the API server refuses a request that is needed to begin.
+    """
+    # Only jobs with faults or a template need them: the first one's validation has a time limit.
+    import finetune_operator.api.field_faults
+    import finetune_operator.api.template  # noqa: F401
+
+    # Imported code stays: full collections, during which no probe is answered, need not inspect its 100,000 objects.
+    gc.collect()
+    gc.freeze()
+    namespaces = options.settings.namespaces
+    watches = (1 + len(handlers.CHILDREN)) * max(1, len(namespaces))
+    pool = 2 * options.workers + SPARE_CONNECTIONS + watches
+    api, _ = await connect(FIELD_OWNER, options.kubeconfig, options.context, pool)
+    settings, registry = kopf.OperatorSettings(), kopf.get_default_registry()
+    # Groups of Kubernetes itself have no dot.
+    groups = {child.group_kind.group for child in handlers.CHILDREN if "." in child.group_kind.group}
+    kinds = ServedKinds(settings, registry, FINETUNE_JOB, groups)
+    liveness = f"http://127.0.0.1:{_free_port()}/"
+    operator = Operator(options, api, decide, kinds, liveness)
+    try:
+        await kopf.operator(
+            registry=registry,
+            settings=settings,
+            insights=kinds.insights,
+            memo=kopf.Memo(operator=operator),
+            standalone=True,
+            clusterwide=not namespaces,
+            namespaces=namespaces,
+            liveness_endpoint=liveness,
+        )
+    except Exception as error:
+        raise operator.failure or error from error
+    finally:
+        await api.close()  # type: ignore[no-untyped-call]
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
