@@ -45,7 +45,12 @@ GENERATORS = 16
 """Connections over which jobs are applied, like several users and pipelines."""
 CONNECTIONS = 16
 """Connections of the bare client; the operator has as many workers."""
-PLURALS = {"PersistentVolumeClaim": "persistentvolumeclaims", "ConfigMap": "configmaps", "Job": "jobs"}
+PLURALS = {
+    "PersistentVolumeClaim": "persistentvolumeclaims",
+    "ConfigMap": "configmaps",
+    "NetworkPolicy": "networkpolicies",
+    "Job": "jobs",
+}
 SPEC: dict[str, Any] = {
     "task": "text-classification",
     "model": {"uri": "hf://microsoft/deberta-v3-base"},
@@ -93,8 +98,11 @@ async def bare_client(cluster: Cluster, namespace: str, count: int) -> None:
 
     workers = [asyncio.create_task(create()) for _ in range(CONNECTIONS)]
     await asyncio.gather(*(generate() for _ in range(GENERATORS)))
-    await queue.join()
+    posted = asyncio.create_task(queue.join())
+    await asyncio.wait([posted, *workers], return_when=asyncio.FIRST_COMPLETED)
     for worker in workers:
+        if worker.done():
+            worker.result()
         worker.cancel()
     await api.close()
 

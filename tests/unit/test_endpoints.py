@@ -16,7 +16,7 @@ class Operator:
     wrong: list[str] = field(default_factory=list)
     not_there: list[str] = field(default_factory=list)
 
-    def faults(self) -> list[str]:
+    async def faults(self) -> list[str]:
         return self.wrong
 
     def missing(self) -> list[str]:
@@ -27,7 +27,7 @@ def pages(operator: Operator, *paths: str, heartbeat: Heartbeat | None = None) -
     """Return the status and the text of each path."""
 
     async def go() -> list[tuple[int, str]]:
-        endpoints = Endpoints(operator, Metrics(), heartbeat)
+        endpoints = Endpoints(operator, operator, Metrics(), heartbeat)
         port = await endpoints.start("127.0.0.1", 0)
         found = []
         try:

@@ -226,13 +226,14 @@ def test_an_ipv6_address_counts_with_its_network(address: str, network: str) -> 
 
 def test_probes_are_answered_while_a_client_fills_the_port() -> None:
     class Health:
-        def faults(self) -> list[str]:
+        async def faults(self) -> list[str]:
             return []
 
-        missing = faults
+        def missing(self) -> list[str]:
+            return []
 
     async def go() -> tuple[int, str]:
-        endpoints = Endpoints(Health(), Metrics())
+        endpoints = Endpoints(Health(), Health(), Metrics())
         port = await endpoints.start("127.0.0.1", 0)
         writers: list[asyncio.StreamWriter] = []
         try:

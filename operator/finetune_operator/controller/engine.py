@@ -28,7 +28,7 @@ from finetune_operator.controller.resync import Resync, store_object
 from finetune_operator.kubernetes_api.errors import TooManyRequestsError, UnavailableError
 from finetune_operator.kubernetes_api.resources import Resource
 from finetune_operator.shell.discovery import Discovery
-from finetune_operator.shell.endpoints import HTTP_PORT, Liveness
+from finetune_operator.shell.endpoints import HTTP_PORT, KopfLiveness
 from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.leader import Leader
 from finetune_operator.shell.node_reading import NodeReading
@@ -97,7 +97,7 @@ class Operator:
         )
         self._servers = Servers(
             metrics,
-            Liveness(liveness),
+            KopfLiveness(liveness),
             host=options.listen,
             http_port=options.http_port,
             progress_port=options.progress_port,

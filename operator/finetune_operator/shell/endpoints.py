@@ -39,14 +39,22 @@ class Health(Protocol):
         ...
 
 
-class Liveness:
+class Faults(Protocol):
+    """What has to be and is not."""
+
+    async def faults(self) -> Sequence[str]:
+        """Return a message on each; empty: nothing."""
+        ...
+
+
+class KopfLiveness:
     """Facts of kopf's liveness endpoint, which itself has no limit on connections."""
 
     def __init__(self, url: str) -> None:
         self._url = url
 
     async def faults(self) -> Sequence[str]:
-        """Return messages on what has to be and is not; empty: nothing."""
+        """See `Faults`."""
         try:
             timeout = aiohttp.ClientTimeout(LIVENESS_SECONDS)
             async with aiohttp.ClientSession(timeout=timeout) as session, session.get(self._url) as answer:
@@ -82,7 +90,7 @@ class Endpoints:
     """Serves /healthz, /readyz and /metrics."""
 
     def __init__(
-        self, health: Health, liveness: Liveness, metrics: Metrics, heartbeat: Heartbeat | None = None
+        self, health: Health, liveness: Faults, metrics: Metrics, heartbeat: Heartbeat | None = None
     ) -> None:
         self._health = health
         self._liveness = liveness

@@ -37,7 +37,7 @@ from finetune_operator.shell.certificates import (
     UnusableError,
     server_names,
 )
-from finetune_operator.shell.endpoints import HTTP_PORT, Endpoints, Liveness
+from finetune_operator.shell.endpoints import HTTP_PORT, Endpoints, Faults
 from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.operator_metrics import Metrics
 from finetune_operator.shell.progress_protocol import AttemptKey, merged_progress
@@ -225,7 +225,7 @@ class Servers:
     def __init__(
         self,
         metrics: Metrics,
-        liveness: Liveness,
+        liveness: Faults,
         *,
         host: str | None = None,
         http_port: int = HTTP_PORT,

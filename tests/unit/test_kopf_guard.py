@@ -1,0 +1,294 @@
+"""kopf.operator against an API server with given answers: our connection keeps it running where kopf's own one ends it.
+
+The second test pins why the connection exists. If kopf mends one of these cases, it fails, and the guard can go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import aiohttp
+import kopf
+import pytest
+from aiohttp import web
+from kubernetes.aio.client import ApiClient, Configuration
+
+from finetune_operator.controller import kopf_guard
+from finetune_operator.controller.handlers import NothingStored
+from finetune_operator.controller.kopf_guard import KopfConnection, ServedKinds
+from finetune_operator.kubernetes_api import client
+from finetune_operator.kubernetes_api.resources import FINETUNE_JOB, JOB
+from finetune_operator.shell.kube import Kube
+from suite_plugins.patience import patient
+
+JOBS = "/apis/finetune.dev/v1alpha1/finetunejobs"
+BATCH_JOBS = "/apis/batch/v1/jobs"
+DEEP = '{"a":' * 3000 + "1" + "}" * 3000
+"""Deeper than Python's reader of JSON goes."""
+
+
+def gone() -> dict[str, Any]:
+    return {"kind": "Status", "code": 410, "reason": "Expired"}
+
+
+def job(name: str, version: int, spec: str = "{}") -> str:
+    metadata = {"name": name, "namespace": "team", "uid": name, "resourceVersion": str(version)}
+    return f'{{"kind":"FineTuneJob","metadata":{json.dumps(metadata)},"spec":{spec}}}'
+
+
+def event(kind: str, text: str) -> str:
+    return f'{{"type":"{kind}","object":{text}}}\n'
+
+
+def page(*jobs: str, next_page: str = "") -> tuple[int, str]:
+    metadata = json.dumps({"resourceVersion": "5", "continue": next_page})
+    return 200, f'{{"kind":"FineTuneJobList","metadata":{metadata},"items":[{",".join(jobs)}]}}'
+
+
+EMPTY = page()
+LAST = event("ADDED", job("last", 99))
+
+
+@dataclass
+class ApiServer:
+    """Gives its answers to lists and watches of jobs in turn; the last watch tells of the job `last`, and stays open."""
+
+    lists: list[tuple[int, str]] = field(default_factory=list)
+    watches: list[tuple[int, str]] = field(default_factory=list)
+    requests: list[dict[str, str]] = field(default_factory=list)
+    groups: list[str] = field(default_factory=lambda: ["finetune.dev/v1alpha1", "apiextensions.k8s.io/v1"])
+    url: str = ""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None, None]:
+        application = web.Application()
+        application.router.add_get("/{path:.*}", self._answer)
+        runner = web.AppRunner(application, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield
+        finally:
+            await runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if request.path not in (JOBS, BATCH_JOBS):
+            return web.json_response(self._discovery(request.path))
+        self.requests.append({"path": request.path, **request.query})
+        if "watch" not in request.query:
+            own = request.path == JOBS and self.lists
+            code, text = self.lists.pop(0) if own else EMPTY
+            return web.Response(status=code, text=text, content_type="application/json")
+        code, text = self.watches.pop(0) if self.watches else (200, LAST)
+        answer = web.StreamResponse(status=code)
+        await answer.prepare(request)
+        await answer.write(text.encode())
+        if text == LAST:
+            await asyncio.Event().wait()
+        return answer
+
+    def _discovery(self, path: str) -> dict[str, Any]:
+        kinds = {
+            "v1": ("namespaces", "Namespace"),
+            "finetune.dev/v1alpha1": ("finetunejobs", "FineTuneJob"),
+            "apiextensions.k8s.io/v1": ("customresourcedefinitions", "CustomResourceDefinition"),
+            "batch/v1": ("jobs", "Job"),
+        }
+        if path == "/api":
+            return {"versions": ["v1"]}
+        if path == "/apis":
+            split = [group.split("/") for group in self.groups]
+            groups = [{"name": g, "versions": [{"version": v}], "preferredVersion": {"version": v}} for g, v in split]
+            return {"groups": groups}
+        plural, kind = kinds[path.removeprefix("/apis/").removeprefix("/api/")]
+        one = {"name": plural, "kind": kind, "singularName": kind.lower(), "verbs": ["list", "watch"]}
+        return {"resources": [{**one, "namespaced": plural not in ("namespaces", "customresourcedefinitions")}]}
+
+
+@dataclass
+class Ran:
+    """What an operator with one handler saw until it got the job `last`, or ended."""
+
+    seen: list[tuple[str | None, str, Any]]
+    listed_again: list[str]
+    logins: int
+    ended: BaseException | None
+
+
+Login = Callable[[ApiServer, Kube, list[str]], Any]
+
+
+def guarded(_: ApiServer, kube: Kube, listed_again: list[str]) -> Any:
+    connection = cast(aiohttp.ClientSession, KopfConnection(kube, listed_again.append))
+    return kopf.AiohttpSession(server=kube.server, aiohttp_session=connection)
+
+
+def plain(server: ApiServer, _: Kube, __: list[str]) -> Any:
+    return kopf.ConnectionInfo(server=server.url)
+
+
+def operated(server: ApiServer, login_of: Login) -> Ran:
+    """Run kopf.operator until its handler gets the job `last`, or kopf.operator ends."""
+    ran, registry = Ran([], [], 0, None), kopf.OperatorRegistry()
+
+    async def run() -> None:
+        last = asyncio.Event()
+
+        @kopf.on.startup(registry=registry)
+        async def start(settings: kopf.OperatorSettings, **_: Any) -> None:
+            settings.scanning.disabled = True
+            settings.persistence.diffbase_storage = NothingStored()
+            settings.watching.chunk_size = 500
+            settings.networking.error_backoffs = [0.01] * 1000
+            settings.queueing.exit_timeout = settings.queueing.idle_timeout = 0.05
+
+        @kopf.on.login(registry=registry)
+        async def login(**_: Any) -> Any:
+            ran.logins += 1
+            return login_of(server, kube, ran.listed_again)
+
+        @kopf.on.event(FINETUNE_JOB.api_version, FINETUNE_JOB.plural, registry=registry)
+        async def seen(event: kopf.RawEvent, name: str, **_: Any) -> None:
+            ran.seen.append((event["type"], name, event["object"].get("spec")))
+            if name == "last":
+                last.set()
+
+        async with server.running():
+            kube = Kube(ApiClient(Configuration(host=server.url)), tries=1)
+            operator = asyncio.create_task(kopf.operator(registry=registry, standalone=True, clusterwide=True))
+            waiting = asyncio.create_task(last.wait())
+            await asyncio.wait([operator, waiting], timeout=patient(30), return_when=asyncio.FIRST_COMPLETED)
+            ran.ended = operator.exception() if operator.done() else None
+            assert operator.done() or last.is_set(), "neither the last event nor an end"
+            operator.cancel()
+            waiting.cancel()
+            await asyncio.wait([operator, waiting])
+            await kube.api.close()  # type: ignore[no-untyped-call]
+
+    asyncio.run(run())
+    return ran
+
+
+CASES: dict[str, Callable[[], ApiServer]] = {
+    "a job in a list nests too deep": lambda: ApiServer([page(job("deep", 4, DEEP))]),
+    "a job in a watch nests too deep": lambda: ApiServer(watches=[(200, event("ADDED", job("deep", 6, DEEP)))]),
+    "a watch has an error": lambda: ApiServer(watches=[(200, event("ERROR", '{"kind":"Status","code":500}'))]),
+    "a line of a watch breaks off": lambda: ApiServer(watches=[(200, event("ADDED", job("half", 6))[:-20])]),
+    "the token of a page has expired": lambda: ApiServer([page(job("one", 4), next_page="t"), (410, json.dumps(gone()))]),
+    "the kind is not served for a moment": lambda: ApiServer([(404, "{}"), EMPTY]),
+    "a watch begins at a version that is gone": lambda: ApiServer(watches=[(410, json.dumps(gone()))]),
+    "the API server starts, and knows no token yet": lambda: ApiServer([(401, "{}"), EMPTY]),
+}
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kopf_guard, "SHORTEST_WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(kopf_guard, "LOOK_AGAIN_SECONDS", 0.05)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_operator_goes_on(case: str) -> None:
+    ran = operated(CASES[case](), guarded)
+    assert (ran.ended, ran.seen[-1]) == (None, ("ADDED", "last", {}))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_operator_with_the_connection_of_kopf_ends(case: str) -> None:
+    ran = operated(CASES[case](), plain)
+    assert ran.ended is not None
+    assert "last" not in [name for _, name, _ in ran.seen]
+
+
+def test_events_pass_unchanged_and_in_order() -> None:
+    server = ApiServer(
+        [page(job("a", 3), next_page="t"), page(job("b", 4))],
+        [(200, event("MODIFIED", job("a", 6, '{"x": [1, "é"]}')) + event("DELETED", job("b", 7)))],
+    )
+    ran = operated(server, guarded)
+    assert sorted(ran.seen[:2]) == [(None, "a", {}), (None, "b", {})]
+    assert sorted(ran.seen[2:4]) == [("DELETED", "b", {}), ("MODIFIED", "a", {"x": [1, "é"]})]
+    assert (ran.listed_again, ran.logins) == ([], 1)
+    lists = [one for one in server.requests if "watch" not in one]
+    assert [one.get("continue") for one in lists] == [None, "t"]
+    assert [one["resourceVersion"] for one in server.requests if "watch" in one] == ["5", "7"]
+
+
+def test_list_after_a_lost_version_is_told() -> None:
+    ran = operated(ApiServer(watches=[(200, event("ERROR", json.dumps(gone())))]), guarded)
+    assert ran.listed_again == [JOBS]
+
+
+def test_page_that_is_too_long_is_asked_for_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "ANSWER_BYTES", 2000)
+    long = page(job("a", 3, json.dumps({"text": "x" * 3000})))
+    server = ApiServer([long, page(job("a", 3), next_page="t"), page(job("b", 4))])
+    ran = operated(server, guarded)
+    limits = [int(one["limit"]) for one in server.requests if "watch" not in one]
+    assert limits == [500, 62, 124]
+    assert {name for _, name, _ in ran.seen} == {"a", "b", "last"}
+
+
+def test_connection_of_kopf_writes_nothing() -> None:
+    async def run() -> None:
+        kube = Kube(ApiClient(Configuration(host="http://127.0.0.1:1")))
+        with pytest.raises(AssertionError, match="kopf has to write nothing"):
+            await KopfConnection(kube, lambda path: None).request("patch", "http://127.0.0.1:1/api")
+        await kube.api.close()  # type: ignore[no-untyped-call]
+
+    asyncio.run(run())
+
+
+def test_kinds_that_are_served_later_are_watched_then() -> None:
+    """First the needed kind is missing, then another one."""
+    server, registry = ApiServer(groups=["apiextensions.k8s.io/v1"]), kopf.OperatorRegistry()
+
+    async def watched(path: str) -> None:
+        while not any(one["path"] == path and "watch" in one for one in server.requests):
+            await asyncio.sleep(0.02)
+
+    async def run() -> None:
+        settings = kopf.OperatorSettings()
+        kinds = ServedKinds(settings, registry, FINETUNE_JOB, {"batch"})
+        changed = asyncio.Event()
+
+        @kopf.on.startup(registry=registry)
+        async def start(settings: kopf.OperatorSettings, **_: Any) -> None:
+            settings.scanning.disabled = True
+            settings.watching.chunk_size = 500
+            asyncio.create_task(kinds.follow(changed))  # noqa: RUF006: the loop holds it while it waits
+
+        @kopf.on.login(registry=registry)
+        async def login(**_: Any) -> Any:
+            return guarded(server, kube, [])
+
+        @kopf.on.event(FINETUNE_JOB.api_version, FINETUNE_JOB.plural, registry=registry)
+        @kopf.on.event(JOB.api_version, JOB.plural, registry=registry)
+        async def seen(**_: Any) -> None:
+            pass
+
+        async with server.running():
+            kube = Kube(ApiClient(Configuration(host=server.url)), tries=1)
+            operator = asyncio.create_task(
+                kopf.operator(
+                    registry=registry, settings=settings, insights=kinds.insights, standalone=True, clusterwide=True
+                )
+            )
+            await asyncio.wait_for(kinds.insights.ready_resources.wait(), patient(10))
+            assert not server.requests
+            server.groups.append("finetune.dev/v1alpha1")
+            await asyncio.wait_for(watched(JOBS), patient(10))
+            server.groups.append("batch/v1")
+            changed.set()
+            await asyncio.wait_for(watched(BATCH_JOBS), patient(10))
+            operator.cancel()
+            await asyncio.wait([operator])
+            await kube.api.close()  # type: ignore[no-untyped-call]
+
+    asyncio.run(run())
