@@ -17,8 +17,8 @@ from each_case import each_case
 from examples import EXAMPLES, FOLDER
 from finetune_command import finetune
 from finetune_operator.cli.main import app
-from finetune_operator.documents import MAX_BYTES, read_documents
 from finetune_operator.controller.command import app as operator_app
+from finetune_operator.documents import MAX_BYTES, read_documents
 from suite_plugins.fuzz import examples
 from suite_plugins.selection import covering
 

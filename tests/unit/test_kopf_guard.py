@@ -56,7 +56,7 @@ LAST = event("ADDED", job("last", 99))
 
 @dataclass
 class ApiServer:
-    """Gives its answers to lists and watches of jobs in turn; the last watch tells of the job `last`, and stays open."""
+    """Gives its answers to lists and watches of jobs in turn; the last watch has the job `last`, and stays open."""
 
     lists: list[tuple[int, str]] = field(default_factory=list)
     watches: list[tuple[int, str]] = field(default_factory=list)
@@ -113,7 +113,7 @@ class ApiServer:
 
 @dataclass
 class Ran:
-    """What an operator with one handler saw until it got the job `last`, or ended."""
+    """Events that an operator with one handler saw until it got the job `last`, or ended."""
 
     seen: list[tuple[str | None, str, Any]]
     listed_again: list[str]
@@ -180,7 +180,9 @@ CASES: dict[str, Callable[[], ApiServer]] = {
     "a job in a watch nests too deep": lambda: ApiServer(watches=[(200, event("ADDED", job("deep", 6, DEEP)))]),
     "a watch has an error": lambda: ApiServer(watches=[(200, event("ERROR", '{"kind":"Status","code":500}'))]),
     "a line of a watch breaks off": lambda: ApiServer(watches=[(200, event("ADDED", job("half", 6))[:-20])]),
-    "the token of a page has expired": lambda: ApiServer([page(job("one", 4), next_page="t"), (410, json.dumps(gone()))]),
+    "the token of a page has expired": lambda: ApiServer(
+        [page(job("one", 4), next_page="t"), (410, json.dumps(gone()))]
+    ),
     "the kind is not served for a moment": lambda: ApiServer([(404, "{}"), EMPTY]),
     "a watch begins at a version that is gone": lambda: ApiServer(watches=[(410, json.dumps(gone()))]),
     "the API server starts, and knows no token yet": lambda: ApiServer([(401, "{}"), EMPTY]),
@@ -256,13 +258,13 @@ def test_kinds_that_are_served_later_are_watched_then() -> None:
     async def run() -> None:
         settings = kopf.OperatorSettings()
         kinds = ServedKinds(settings, registry, FINETUNE_JOB, {"batch"})
-        changed = asyncio.Event()
+        changed, tasks = asyncio.Event(), list[asyncio.Task[None]]()
 
         @kopf.on.startup(registry=registry)
         async def start(settings: kopf.OperatorSettings, **_: Any) -> None:
             settings.scanning.disabled = True
             settings.watching.chunk_size = 500
-            asyncio.create_task(kinds.follow(changed))  # noqa: RUF006: the loop holds it while it waits
+            tasks.append(asyncio.create_task(kinds.follow(changed)))
 
         @kopf.on.login(registry=registry)
         async def login(**_: Any) -> Any:

@@ -74,7 +74,7 @@ class World:
     async def served(self) -> list[Any]:
         return ["job"]
 
-    def faults(self) -> list[str]:
+    async def faults(self) -> list[str]:
         return []
 
     def missing(self) -> list[str]:
@@ -109,7 +109,7 @@ async def webhook_server(contexts: TlsContexts | None = None) -> AsyncIterator[P
 @asynccontextmanager
 async def endpoints_server(contexts: TlsContexts | None = None) -> AsyncIterator[Port]:
     """Start the server that has no TLS."""
-    server = Endpoints(World(), Metrics())
+    server = Endpoints(World(), World(), Metrics())
     try:
         yield await server.start("127.0.0.1", 0)
     finally:

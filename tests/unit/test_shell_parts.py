@@ -20,23 +20,23 @@ from finetune_contract.report import Communication
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.status_times import stamp
 from finetune_operator.api.types import API_VERSION, KIND, FineTuneJobStatus, ProgressStatus, StageStatus
+from finetune_operator.controller.command import _set_up_logs, app
+from finetune_operator.controller.lifecycle import Options
+from finetune_operator.controller.operator_options import LogFormat, LogLevel
+from finetune_operator.controller.process import run
 from finetune_operator.kubernetes_api.errors import NoClusterError
 from finetune_operator.reconcile.decide import decide
 from finetune_operator.reconcile.fleet_metrics import Fleet
 from finetune_operator.reconcile.reconcile_types import NO_FINDINGS, Findings
 from finetune_operator.rendering.render_types import ProgressEndpoint
 from finetune_operator.settings_file import SettingsError, read_settings_file
-from finetune_operator.controller.command import _set_up_logs, app
 from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.leader import address_in
-from finetune_operator.controller.operator_options import LogFormat, LogLevel
 from finetune_operator.shell.progress_protocol import AttemptKey
 from finetune_operator.shell.progress_server import KnownPod
 from finetune_operator.shell.queue import WorkQueue
 from finetune_operator.shell.reconciler import only_progress_differs, status_body
 from finetune_operator.shell.serving import OperatorView
-from finetune_operator.controller.engine import Options
-from finetune_operator.controller.process import run
 from finetune_operator.shell.state import OperatorState, ProgressBook, ReportWindow
 from finetune_operator.shell.store import Store
 

@@ -129,7 +129,7 @@ def run(
     if home is None and leader_election:
         _usage("outside of a cluster, give --own-namespace, or --no-leader-election for a single process")
     # The Kubernetes client takes a second to import; check-settings and --help do without.
-    from finetune_operator.controller.engine import Options
+    from finetune_operator.controller.lifecycle import Options
     from finetune_operator.controller.process import run as run_operator
     from finetune_operator.kubernetes_api.errors import ApiError, NoClusterError
     from finetune_operator.reconcile.decide import decide

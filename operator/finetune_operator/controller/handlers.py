@@ -1,6 +1,6 @@
 """The operator's handlers: what kopf calls, and when. Begin to read here.
 
-    on.startup   settings of kopf; then discovery, servers, workers, the election of a leader (engine.py)
+    on.startup   settings of kopf; then discovery, servers, workers, the election of a leader (lifecycle.py)
     on.login     the connection that kopf reads through (kopf_guard.py)
     on.event     a job, or an object that runs one: into the store, and the job's key into the queue (resync.py)
     on.probe     the facts of /healthz
@@ -30,7 +30,7 @@ from finetune_operator.kubernetes_api.resources import (
 from finetune_operator.rendering.render_types import JOB_LABEL
 
 CHILDREN = (POD, *LAUNCHER_RESOURCES.values(), INFERENCE_SERVICE, DEPLOYMENT)
-"""Kinds of objects that run jobs. One that is not served yet is watched once it is (engine.py)."""
+"""Kinds of objects that run jobs. One that is not served yet is watched once it is (lifecycle.py)."""
 OBJECTS_AT_ONCE = 64
 
 

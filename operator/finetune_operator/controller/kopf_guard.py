@@ -1,4 +1,4 @@
-"""What kopf 1.45 lacks for objects that anybody may have written, and for kinds that are served later.
+"""Guards around kopf 1.45, that anybody may have written, and for kinds that are served later.
 
 A login handler of kopf may return a session of aiohttp (`kopf.AiohttpSession`). `KopfConnection` has what kopf calls of
 one, sends the requests by our client, and does what kopf leaves to the server (kopf/_cogs/clients: api.py, watching.py,
@@ -28,14 +28,13 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
+from urllib.parse import parse_qsl, urlsplit
 
 import aiohttp
 from kopf import OperatorRegistry, OperatorSettings
 from kopf._cogs.structs.references import Insights
 from kopf._core.reactor.observation import process_discovered_resource_event
-from multidict import CIMultiDict, CIMultiDictProxy
-from yarl import URL
 
 from finetune_operator.api.json_text import bounded
 from finetune_operator.kubernetes_api.answers import Lines
@@ -71,7 +70,7 @@ class KopfConnection:
         self._lists: Counter[str] = Counter()
         self._limits: dict[str, int] = {}
         """Objects in a page, by path, where the limit that kopf asks for was too high."""
-        self.headers: CIMultiDict[str] = CIMultiDict({"User-Agent": self._kube.manager})
+        self.headers = {"User-Agent": kube.manager}
         self.closed = False
 
     async def close(self) -> None:
@@ -80,18 +79,18 @@ class KopfConnection:
     async def request(self, method: str, url: str, **_: object) -> Answer | Watch:
         """Return the answer to a request of kopf's, which only reads. aiohttp.ClientError: kopf tries again."""
         assert method == "get", f"kopf has to write nothing, and sent {method} {url}"
-        target = URL(url.removeprefix(self._kube.server))
-        query = dict(target.query)
+        target = urlsplit(url.removeprefix(self._kube.server))
+        query = dict(parse_qsl(target.query))
         try:
             if "watch" in query:
                 return await self._watch(target.path, query)
             if "limit" in query:
-                return Answer(target, await self._page(target.path, query))
-            return Answer(target, await self._kube.document(target.path, "discovery"))
+                return Answer(await self._page(target.path, query))
+            return Answer(await self._kube.document(target.path, "discovery"))
         except (UnauthorizedError, NotFoundError) as error:
             if isinstance(error, NotFoundError) and query:
                 _again(error)
-            return Answer(target, {}, error.code)
+            return Answer({}, error.code)
         except ApiError as error:
             _again(error)
 
@@ -134,8 +133,7 @@ def _again(error: ApiError) -> NoReturn:
 class Answer:
     """An `aiohttp.ClientResponse` with one document, as far as kopf uses one."""
 
-    def __init__(self, url: URL, document: Manifest, status: int = 200) -> None:
-        self._url = url
+    def __init__(self, document: Manifest, status: int = 200) -> None:
         self._document = document
         self.status = status
         self.headers: dict[str, str] = {}
@@ -151,10 +149,17 @@ class Answer:
         return self._document
 
     def raise_for_status(self) -> None:
-        """Raise aiohttp.ClientResponseError for the status of a refusal."""
+        """Raise _RefusedError for the status of a refusal."""
         if self.status >= 400:
-            request = aiohttp.RequestInfo(self._url, "GET", CIMultiDictProxy(CIMultiDict()), self._url)
-            raise aiohttp.ClientResponseError(request, (), status=self.status)
+            raise _RefusedError(self.status)
+
+
+class _RefusedError(aiohttp.ClientResponseError):
+    def __init__(self, status: int) -> None:
+        super().__init__(cast(Any, None), (), status=status)
+
+    def __str__(self) -> str:
+        return f"the API server answered {self.status}"
 
 
 class Watch:
@@ -235,7 +240,7 @@ class ServedKinds:
         self._needed = needed
         self._groups = groups
         self.insights = Insights()
-        """What kopf knows of the cluster, for kopf.operator."""
+        """Kinds and namespaces that kopf has found, for kopf.operator."""
 
     async def follow(self, changed: asyncio.Event) -> None:
         """Look for the needed kind until it is served, then for the others whenever the served kinds have changed. A

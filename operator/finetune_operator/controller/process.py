@@ -8,8 +8,8 @@ import socket
 import kopf
 
 from finetune_operator.controller import handlers
-from finetune_operator.controller.engine import Operator, Options
 from finetune_operator.controller.kopf_guard import ServedKinds
+from finetune_operator.controller.lifecycle import Operator, Options
 from finetune_operator.kubernetes_api.client import connect
 from finetune_operator.kubernetes_api.resources import FINETUNE_JOB
 from finetune_operator.rendering.render_types import FIELD_OWNER

@@ -40,10 +40,10 @@ class Health(Protocol):
 
 
 class Faults(Protocol):
-    """What has to be and is not."""
+    """Faults of the operator, as messages."""
 
     async def faults(self) -> Sequence[str]:
-        """Return a message on each; empty: nothing."""
+        """Return messages on what has to be and is not; empty: none."""
         ...
 
 
@@ -89,9 +89,7 @@ class Heartbeat:
 class Endpoints:
     """Serves /healthz, /readyz and /metrics."""
 
-    def __init__(
-        self, health: Health, liveness: Faults, metrics: Metrics, heartbeat: Heartbeat | None = None
-    ) -> None:
+    def __init__(self, health: Health, liveness: Faults, metrics: Metrics, heartbeat: Heartbeat | None = None) -> None:
         self._health = health
         self._liveness = liveness
         self._metrics = metrics

@@ -1,4 +1,4 @@
-"""What kopf's handlers start, feed and stop.
+"""The operator that kopf's handlers start, feed and stop.
 
     kopf's watches, lists of the resync -> store
                                              |
@@ -73,7 +73,7 @@ class Options:
 
 
 class Operator:
-    """One running operator: what kopf's handlers start, feed and stop."""
+    """One running operator."""
 
     def __init__(self, options: Options, api: ApiClient, decide: Decide, kinds: ServedKinds, liveness: str) -> None:
         """`liveness`: URL of kopf's own liveness endpoint."""
@@ -111,7 +111,7 @@ class Operator:
         self._logins = 0
         self._lost: set[str] = set()
         self.failure: Exception | None = None
-        """Why it could not start."""
+        """Error that kept it from starting."""
         if options.leader_election:
             self._leader = Leader(kube, options.namespace, self.state.leading, self._prepare_to_lead, self._requeue_all)
             self.state.leader_address = self._leader.leader_address
