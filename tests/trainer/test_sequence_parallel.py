@@ -32,7 +32,10 @@ from trainer_support.tasks import lines_with, task_job, texts, training_of, writ
 STEPS = 12
 """An epoch and a little more: two evaluations."""
 FIGURES_TOLERANCE = 1e-4
-WEIGHTS_TOLERANCE = 1e-5
+WEIGHTS_TOLERANCE = 5e-5
+"""Adam divides by the size of the gradient: where that is rounding noise, one weight in 24,576 was seen to differ by
+2e-5, all others by 3e-6. A wrong gradient changes weights by the learning rate, 1e-3.
+"""
 
 
 @dataclass(frozen=True)

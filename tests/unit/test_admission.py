@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from kopf_support import answering
 
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
-from finetune_operator.reconcile.admission import NoReviewError, answer
+from finetune_operator.launchers.launcher_rows import LauncherName
+from finetune_operator.reconcile.admission import JOBS, NoReviewError
 from finetune_operator.reconcile.observed import job_view
 from finetune_operator.reconcile.reconcile_types import JobView
-from finetune_operator.shell.webhook import with_authority
+from finetune_operator.shell.webhook import Reviewing, answered, with_authority
 
 SPEC: dict[str, Any] = {
     "task": "text-classification",
@@ -35,10 +38,18 @@ def stored(spec: dict[str, Any], name: str, namespace: str = "team", phase: str 
 
 
 def review(wanted: dict[str, Any] | None, **more: Any) -> bytes:
-    request = {"uid": "question-1", "operation": "CREATE", "namespace": "team", "name": "reviews", "object": wanted}
+    request = {
+        "uid": "question-1", "operation": "CREATE", "namespace": "team", "name": "reviews", "object": wanted,
+        "resource": JOBS, "userInfo": {"username": "ann"},
+    }  # fmt: skip
     return json.dumps(
         {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": {**request, **more}}
     ).encode()
+
+
+def answer(body: bytes, settings: Settings, jobs: Sequence[JobView], served: Sequence[LauncherName] = ()) -> Any:
+    """Return the answer of our handler of admission, which kopf calls."""
+    return answered(answering(settings, lambda: list(jobs)), body, Reviewing(served))
 
 
 def response_of(*arguments: Any) -> dict[str, Any]:

@@ -28,10 +28,12 @@ from typing import Any, Literal, TypeAlias
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kopf_support import answering
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import ProgressStatus
+from finetune_operator.reconcile.admission import JOBS
 from finetune_operator.reconcile.reconcile_types import Findings
 from finetune_operator.shell.certificates import TlsContexts, make, server_names
 from finetune_operator.shell.endpoints import Endpoints
@@ -68,9 +70,6 @@ class World:
 
     def report_lost(self) -> None: ...
 
-    def jobs(self) -> list[Any]:
-        return []
-
     async def served(self) -> list[Any]:
         return ["job"]
 
@@ -99,7 +98,8 @@ async def progress_server(contexts: TlsContexts | None = None) -> AsyncIterator[
 @asynccontextmanager
 async def webhook_server(contexts: TlsContexts | None = None) -> AsyncIterator[Port]:
     plain: Any = None
-    server = WebhookServer(World(), CLUSTER_SETTINGS, plain if contexts is None else contexts.webhook)
+    server = WebhookServer(World(), plain if contexts is None else contexts.webhook)
+    server.answer.set_result(answering(CLUSTER_SETTINGS, list))
     try:
         yield await server.start("127.0.0.1", 0)
     finally:
@@ -153,6 +153,7 @@ REVIEW = {
     "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview",
     "request": {
         "uid": "u", "operation": "CREATE", "namespace": "team", "name": "a", "userInfo": {"username": "me"},
+        "resource": JOBS,
         "object": {
             "apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob",
             "metadata": {"name": "a", "namespace": "team", "labels": {}, "annotations": {}},

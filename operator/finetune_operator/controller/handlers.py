@@ -3,6 +3,7 @@
     on.startup   settings of kopf; then discovery, servers, workers, the election of a leader (lifecycle.py)
     on.login     the connection that kopf reads through (kopf_guard.py)
     on.event     a job, or an object that runs one: into the store, and the job's key into the queue (resync.py)
+    on.validate  whether the API server may store a job (reconcile/admission.py)
     on.probe     the facts of /healthz
     on.cleanup   reconciles finish, the Lease is released, servers stop
 
@@ -27,6 +28,8 @@ from finetune_operator.kubernetes_api.resources import (
     LAUNCHER_RESOURCES,
     POD,
 )
+from finetune_operator.reconcile.admission import Request
+from finetune_operator.reconcile.planned import problems_text
 from finetune_operator.rendering.render_types import JOB_LABEL
 
 CHILDREN = (POD, *LAUNCHER_RESOURCES.values(), INFERENCE_SERVICE, DEPLOYMENT)
@@ -48,6 +51,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
     settings.watching.chunk_size = PAGE
     for child in CHILDREN:
         settings.watching.label_selectors[child.api_version, child.plural] = JOB_LABEL
+    settings.admission.server = memo.operator.reviews
     settings.queueing.worker_limit = OBJECTS_AT_ONCE
     settings.queueing.idle_timeout = 0.1  # Each object with news has a task for this long.
     await memo.operator.start()
@@ -73,6 +77,16 @@ async def child_event(event: kopf.RawEvent, memo: kopf.Memo, param: Any = None, 
 
 for child in CHILDREN:
     kopf.on.event(child.api_version, child.plural, param=child)(child_event)
+
+
+@kopf.on.validate(FINETUNE_JOB.api_version, FINETUNE_JOB.plural)
+async def validate(name: str, namespace: str | None, warnings: list[str], memo: kopf.Memo, **kwargs: Any) -> None:
+    """Refuse a job that must not be stored, or warn of it. Each replica answers, in a thread (shell/webhook.py)."""
+    new, old = [dict(kwargs[one]) if kwargs[one] is not None else None for one in ("new", "old")]
+    problems, found = memo.operator.judge(Request(kwargs["operation"], namespace or "", name or "", new, old))
+    warnings += found
+    if problems:
+        raise kopf.AdmissionError(problems_text(problems), code=422)
 
 
 @kopf.on.probe(id="faults")

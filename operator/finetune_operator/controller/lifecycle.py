@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,14 @@ import aiohttp
 import kopf
 from kubernetes.aio.client import ApiClient
 
+from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import Settings
 from finetune_operator.controller.kopf_guard import KopfConnection, ServedKinds
 from finetune_operator.controller.resync import Resync, store_object
 from finetune_operator.kubernetes_api.errors import TooManyRequestsError, UnavailableError
 from finetune_operator.kubernetes_api.resources import Resource
+from finetune_operator.reconcile.admission import Request, judge, refusal
+from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.endpoints import HTTP_PORT, KopfLiveness
 from finetune_operator.shell.kube import Kube
@@ -40,7 +43,7 @@ from finetune_operator.shell.served_kind import wait_for_status_fields
 from finetune_operator.shell.serving import Servers
 from finetune_operator.shell.state import OperatorState, ProgressBook
 from finetune_operator.shell.store import Store
-from finetune_operator.shell.webhook import WebhookOptions
+from finetune_operator.shell.webhook import REVIEWING, WebhookOptions
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +171,19 @@ class Operator:
             self._lost.add(f"an event of a {resource.kind} was lost")
             raise
 
+    async def reviews(self, answer: kopf.WebhookFn) -> AsyncIterator[kopf.WebhookClientConfig]:
+        """Serve admission for kopf, whose own server sets no limit on connections and bodies. The configuration is in
+        the manifests; only our authority is written into it (shell/serving.py).
+        """
+        self._servers.answer_reviews(lambda review: answer(cast(Any, review)))
+        yield {}
+        await asyncio.Event().wait()
+
+    def judge(self, request: Request) -> tuple[Sequence[Problem], Sequence[str]]:
+        """Return problems and warnings for the review in progress."""
+        jobs = map(self.state.store.job, self.state.store.jobs())
+        return judged(request, self.state.settings, lambda: [job for job in jobs if job is not None])
+
     def faults(self) -> list[str]:
         """Return messages on tasks that have ended and have to run for ever, and on events that were lost."""
         return [*(f"{task.get_name()} has ended" for task in self.state.tasks if task.done()), *sorted(self._lost)]
@@ -219,6 +235,17 @@ class Operator:
     def _requeue_all(self) -> None:
         for key in self.state.store.jobs():
             self.state.queue.add(key)
+
+
+def judged(
+    request: Request, settings: Settings, jobs: Callable[[], Sequence[JobView]]
+) -> tuple[Sequence[Problem], Sequence[str]]:
+    """Return problems and warnings for the review in progress, and keep the whole refusal for its answer."""
+    reviewing = REVIEWING.get()
+    problems, warnings = judge(request, settings, jobs(), reviewing.served)
+    if problems:
+        reviewing.status = refusal(request.name, problems)
+    return problems, warnings
 
 
 def _log_fault(task: asyncio.Task[None]) -> None:

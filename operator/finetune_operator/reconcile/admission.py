@@ -10,82 +10,101 @@ An answer names no other job: the rights of the requester are not known here.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic.alias_generators import to_camel
 
 from finetune_operator.api.json_text import loads
 from finetune_operator.api.notices import notices
 from finetune_operator.api.problems import Problem, describe_value
 from finetune_operator.api.settings import Settings
-from finetune_operator.api.types import FineTuneJobSpec
+from finetune_operator.api.types import GROUP, PLURAL, VERSION, FineTuneJobSpec
 from finetune_operator.api.validation import validate_job
 from finetune_operator.launchers.launcher_rows import LauncherName
 from finetune_operator.reconcile.planned import problems_text
 from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.reconcile.status import ended
 
-API_VERSION = "admission.k8s.io/v1"
-KIND = "AdmissionReview"
+JOBS = {"group": GROUP, "version": VERSION, "resource": PLURAL}
 
 
 class NoReviewError(ValueError):
     """Error of a body that is no AdmissionReview."""
 
 
-class _Request(BaseModel):
-    """Fields that are read from an AdmissionReview's request."""
+class _Part(BaseModel):
+    """Fields that kopf and we read from a review; the API server always sends them."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel, validate_by_alias=True)
+    model_config = ConfigDict(extra="ignore", alias_generator=to_camel, validate_by_alias=True)
 
+
+class _Metadata(_Part):
+    name: str = ""
+    namespace: str = ""
+    uid: str = ""
+    labels: dict[str, str] = Field(default_factory=dict)
+    annotations: dict[str, str] = Field(default_factory=dict)
+
+
+class _Job(_Part):
+    metadata: _Metadata
+
+
+class _Request(_Part):
     uid: str
     operation: Literal["CREATE", "UPDATE", "DELETE", "CONNECT"]
-    namespace: str = ""
-    name: str = ""
+    resource: dict[str, str]
     sub_resource: str = ""
-    object: dict[str, Any] | None = None
-    old_object: dict[str, Any] | None = None
+    user_info: dict[str, Any]
+    object: _Job | None = None
+    old_object: _Job | None = None
+
+    @model_validator(mode="after")
+    def _has_a_job(self) -> Self:
+        if self.resource != JOBS or (self.object is None and self.old_object is None):
+            raise ValueError("the review is not about a FineTuneJob")
+        return self
 
 
-class _Review(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
-
-    api_version: Literal["admission.k8s.io/v1"] = Field(alias="apiVersion")
+class _Review(_Part):
+    api_version: Literal["admission.k8s.io/v1"]
     kind: Literal["AdmissionReview"]
     request: _Request
 
 
-def answer(
-    review: bytes, settings: Settings, jobs: Iterable[JobView], served: Collection[LauncherName] = ()
-) -> dict[str, JsonValue]:
-    """Return the AdmissionReview that answers `review`. `jobs` are all known ones; `served` empty: it is not known
-    which launchers the cluster has. Raises NoReviewError.
-    """
+def read_review(body: bytes) -> dict[str, Any]:
+    """Return the AdmissionReview. NoReviewError."""
     try:
-        request = _Review.model_validate(loads(review)).request
+        review: Any = loads(body)
+        _Review.model_validate(review)
     except ValueError as error:
-        raise NoReviewError("the body is not an AdmissionReview of admission.k8s.io/v1") from error
-    problems, warnings = _verdict(request, settings, jobs, served)
-    response: dict[str, JsonValue] = {"uid": request.uid, "allowed": not problems}
-    if problems:
-        response["status"] = _status(request, problems)
-    if warnings:
-        response["warnings"] = list(warnings)
-    return {"apiVersion": API_VERSION, "kind": KIND, "response": response}
+        raise NoReviewError("the body is not an AdmissionReview of admission.k8s.io/v1 about a FineTuneJob") from error
+    found: dict[str, Any] = review
+    return found
 
 
-def _verdict(
-    request: _Request, settings: Settings, jobs: Iterable[JobView], served: Collection[LauncherName]
+@dataclass(frozen=True)
+class Request:
+    """The change that a review is about."""
+
+    operation: str
+    namespace: str
+    name: str
+    object: dict[str, JsonValue] | None
+    """The job that would be stored; None: it would be deleted."""
+    old_object: dict[str, JsonValue] | None = None
+
+
+def judge(
+    request: Request, settings: Settings, jobs: Iterable[JobView], served: Collection[LauncherName] = ()
 ) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
+    """Return the problems of a job that may not be stored, and warnings about one that may. `jobs` are all known ones;
+    `served` empty: it is not known which launchers the cluster has.
+    """
     document = request.object
-    if (
-        document is None
-        or request.sub_resource
-        or request.operation not in ("CREATE", "UPDATE")
-        or _is_being_deleted(document)
-    ):
+    if document is None or request.operation not in ("CREATE", "UPDATE") or _is_being_deleted(document):
         return (), ()
     # A job that was stored under other settings can still be labelled, suspended, given more time, and deleted.
     if request.old_object is not None and _work(request.old_object) == _work(document):
@@ -112,7 +131,7 @@ def _is_being_deleted(document: Mapping[str, JsonValue]) -> bool:
     return isinstance(metadata, dict) and metadata.get("deletionTimestamp") is not None
 
 
-def _conflicts(request: _Request, spec: FineTuneJobSpec, jobs: Iterable[JobView]) -> Iterator[Problem]:
+def _conflicts(request: Request, spec: FineTuneJobSpec, jobs: Iterable[JobView]) -> Iterator[Problem]:
     """Yield a problem for each place that another unfinished job writes to: one would overwrite the other's results."""
     written = dict(_written(spec))
     for other in jobs:
@@ -138,7 +157,7 @@ def _written(spec: FineTuneJobSpec) -> Iterator[tuple[str, str]]:
         yield "spec.checkpoints.uri", spec.checkpoints.uri
 
 
-def _status(request: _Request, problems: Iterable[Problem]) -> dict[str, JsonValue]:
+def refusal(name: str, problems: Iterable[Problem]) -> dict[str, JsonValue]:
     """Return the Status that the API server has for a spec that its schema refuses: one cause for each field."""
     found = tuple(problems)
     causes: list[JsonValue] = [
@@ -150,5 +169,5 @@ def _status(request: _Request, problems: Iterable[Problem]) -> dict[str, JsonVal
         "code": 422,
         "reason": "Invalid",
         "message": problems_text(found),
-        "details": {"name": request.name, "kind": "FineTuneJob", "causes": causes},
+        "details": {"name": name, "kind": "FineTuneJob", "causes": causes},
     }

@@ -47,6 +47,7 @@ from finetune_operator.shell.state import OperatorState
 from finetune_operator.shell.token_keys import KeyReviewer, KeysUnavailableError
 from finetune_operator.shell.tokens import ReviewUnavailableError, TokenReviewer, Verdict, verdict
 from finetune_operator.shell.webhook import (
+    Answer,
     ClientAuthorities,
     FolderCertificate,
     WebhookOptions,
@@ -329,8 +330,13 @@ class Servers:
             authorities = ClientAuthorities(options.clients, tls)
             self._keep(state, authorities.follow(), "renewal of the authorities of the webhook's clients")
             log.info("The webhook accepts only clients with a certificate signed by a CA in %s.", options.clients)
-        self._webhook = WebhookServer(view, state.settings, tls, self._metrics.webhook_review, options.client_names)
+        self._webhook = WebhookServer(view, tls, self._metrics.webhook_review, options.client_names)
         self.webhook_port = await self._webhook.start(self._host, options.port)
+
+    def answer_reviews(self, answer: Answer) -> None:
+        """Have the webhook's reviews answered so, after `start`; those that came before wait for it."""
+        if self._webhook is not None:
+            self._webhook.answer.set_result(answer)
 
     async def stop(self) -> None:
         """Stop, also after a start that failed."""

@@ -16,22 +16,21 @@ import shutil
 import ssl
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 from aiohttp import web
 from pydantic import JsonValue
 
-from finetune_operator.api.settings import Settings
 from finetune_operator.kubernetes_api.errors import ConflictError, NotFoundError
 from finetune_operator.kubernetes_api.resources import WEBHOOK
 from finetune_operator.launchers.launcher_rows import LauncherName
-from finetune_operator.reconcile.admission import NoReviewError, answer
-from finetune_operator.reconcile.reconcile_types import JobView
+from finetune_operator.reconcile.admission import NoReviewError, read_review
 from finetune_operator.rendering.render_types import Manifest
 from finetune_operator.shell.certificates import valid_until
 from finetune_operator.shell.kube import Kube
@@ -73,12 +72,25 @@ class WebhookOptions:
     """Common names of clients that may ask; empty: each with a certificate of these authorities."""
 
 
+Answer: TypeAlias = Callable[[dict[str, Any]], Awaitable[Any]]
+"""Function that answers an AdmissionReview with one: kopf's, which calls the handlers of `on.validate`."""
+
+
+@dataclass
+class Reviewing:
+    """The review in progress."""
+
+    served: Collection[LauncherName]
+    """Launchers that the cluster has; empty: not known now."""
+    status: dict[str, JsonValue] | None = None
+    """The whole Status of a refusal, of which kopf answers message and code."""
+
+
+REVIEWING: ContextVar[Reviewing] = ContextVar("REVIEWING")
+
+
 class World(Protocol):
     """State that answers depend on."""
-
-    def jobs(self) -> Iterable[JobView]:
-        """Return all known jobs."""
-        ...
 
     async def served(self) -> Collection[LauncherName]:
         """Return the launchers that the cluster has; empty: not known now."""
@@ -91,7 +103,6 @@ class WebhookServer:
     def __init__(
         self,
         world: World,
-        settings: Settings,
         tls: ssl.SSLContext,
         counted: Callable[[str], None] = lambda outcome: None,
         client_names: Collection[str] = (),
@@ -101,7 +112,8 @@ class WebhookServer:
         """
         self._client_names = client_names
         self._world = world
-        self._settings = settings
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        """Function that answers reviews; they wait for it."""
         self._tls = tls
         self._counted = counted
         self._site: Site | None = None
@@ -159,8 +171,9 @@ class WebhookServer:
             return web.json_response({"message": message}, status=HTTPStatus.FORBIDDEN)
         try:
             body, served = await self._bodies.read(request), await self._world.served()
+            answer = await asyncio.shield(self.answer)
             async with self._at_once:
-                review = await asyncio.to_thread(answer, body, self._settings, tuple(self._world.jobs()), served)
+                review = await asyncio.to_thread(answered, answer, body, Reviewing(served))
         except (NoReviewError, BodyError) as error:
             self._counted("failed")
             status = error.status if isinstance(error, BodyError) else HTTPStatus.BAD_REQUEST
@@ -168,10 +181,27 @@ class WebhookServer:
         if self._site is not None:
             # The API server keeps its connections for many reviews.
             self._site.renew(request.transport)
-        response = review["response"]
-        assert isinstance(response, dict), "an answer has a response"
-        self._counted("allowed" if response["allowed"] else "refused")
+        self._counted("allowed" if review["response"]["allowed"] else "refused")
         return web.json_response(review)
+
+
+def answered(answer: Answer, body: bytes, reviewing: Reviewing) -> Any:
+    """Return the answer, in a thread with its own event loop: kopf compares both objects of a review, which takes long
+    for large ones. NoReviewError; RuntimeError for a bug, so that failurePolicy decides.
+    """
+    review = read_review(body)
+    REVIEWING.set(reviewing)
+    found = asyncio.run(_awaited(answer(review)))
+    status = found["response"].get("status", {})
+    if status.get("code") == HTTPStatus.INTERNAL_SERVER_ERROR:
+        raise RuntimeError(f"a review failed: {status.get('message')}")
+    if reviewing.status is not None:
+        found["response"]["status"] = reviewing.status
+    return found
+
+
+async def _awaited(answer: Awaitable[Any]) -> Any:
+    return await answer
 
 
 # ------------------------------------------------------------------------------------------------------- our authority
