@@ -17,17 +17,16 @@ from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import GROUP, KIND, PLURAL, VERSION
 from finetune_operator.controller import handlers  # noqa: F401
 from finetune_operator.controller.lifecycle import judged
-from finetune_operator.reconcile.reconcile_types import JobView
 
 
 class Judging:
     """An operator, as far as the handler of admission uses one."""
 
-    def __init__(self, settings: Settings, jobs: Callable[[], list[JobView]]) -> None:
-        self.judge = partial(judged, settings=settings, jobs=jobs)
+    def __init__(self, settings: Settings) -> None:
+        self.judge = partial(judged, settings=settings)
 
 
-def answering(settings: Settings, jobs: Callable[[], list[JobView]]) -> Callable[[dict[str, Any]], Awaitable[Any]]:
+def answering(settings: Settings) -> Callable[[dict[str, Any]], Awaitable[Any]]:
     """Return kopf's function for our registered handlers: AdmissionReview -> AdmissionReview."""
     insights = Insights()
     resource = Resource(GROUP, VERSION, PLURAL, kind=KIND, namespaced=True, verbs=frozenset({"list", "watch"}))
@@ -38,7 +37,7 @@ def answering(settings: Settings, jobs: Callable[[], list[JobView]]) -> Callable
         registry=kopf.get_default_registry(),
         insights=insights,
         memories=ResourceMemories(),
-        memobase=AnyMemo(kopf.Memo(operator=Judging(settings, jobs))),
+        memobase=AnyMemo(kopf.Memo(operator=Judging(settings))),
         indices=OperatorIndexers().indices,
     )
     return answer

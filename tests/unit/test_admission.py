@@ -49,7 +49,7 @@ def review(wanted: dict[str, Any] | None, **more: Any) -> bytes:
 
 def answer(body: bytes, settings: Settings, jobs: Sequence[JobView], served: Sequence[LauncherName] = ()) -> Any:
     """Return the answer of our handler of admission, which kopf calls."""
-    return answered(answering(settings, lambda: list(jobs)), body, Reviewing(served))
+    return answered(answering(settings), body, Reviewing(jobs, served))
 
 
 def response_of(*arguments: Any) -> dict[str, Any]:

@@ -413,6 +413,9 @@ def test_the_end_of_our_own_certificate_is_that_of_the_one_in_use() -> None:
 class NoJobs:
     """A `webhook.World` without jobs."""
 
+    def jobs(self) -> list[Any]:
+        return []
+
     async def served(self) -> list[Any]:
         return []
 
@@ -433,7 +436,7 @@ REVIEW = {
 async def response_code(server: ssl.SSLContext, client: ssl.SSLContext, names: Sequence[str] = ()) -> int | str:
     """Return the status of the webhook's answer, or `no connection`."""
     webhook = WebhookServer(NoJobs(), server, client_names=names)
-    webhook.answer.set_result(answering(CLUSTER_SETTINGS, list))
+    webhook.answer.set_result(answering(CLUSTER_SETTINGS))
     port = await webhook.start("127.0.0.1", 0)
     try:
         async with aiohttp.ClientSession() as session:
@@ -488,7 +491,7 @@ def test_unauthorized_clients_cannot_exhaust_the_webhook_connections(tmp_path: P
 
     async def scene() -> int:
         webhook = WebhookServer(NoJobs(), context, client_names=["kube-apiserver"])
-        webhook.answer.set_result(answering(CLUSTER_SETTINGS, list))
+        webhook.answer.set_result(answering(CLUSTER_SETTINGS))
         port = await webhook.start("127.0.0.1", 0)
         idle = [
             await asyncio.open_connection("127.0.0.1", port, ssl=client_with(other)) for _ in range(BOUNDS.connections)

@@ -70,6 +70,9 @@ class World:
 
     def report_lost(self) -> None: ...
 
+    def jobs(self) -> list[Any]:
+        return []
+
     async def served(self) -> list[Any]:
         return ["job"]
 
@@ -99,7 +102,7 @@ async def progress_server(contexts: TlsContexts | None = None) -> AsyncIterator[
 async def webhook_server(contexts: TlsContexts | None = None) -> AsyncIterator[Port]:
     plain: Any = None
     server = WebhookServer(World(), plain if contexts is None else contexts.webhook)
-    server.answer.set_result(answering(CLUSTER_SETTINGS, list))
+    server.answer.set_result(answering(CLUSTER_SETTINGS))
     try:
         yield await server.start("127.0.0.1", 0)
     finally:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,6 @@ from finetune_operator.controller.resync import Resync, store_object
 from finetune_operator.kubernetes_api.errors import TooManyRequestsError, UnavailableError
 from finetune_operator.kubernetes_api.resources import Resource
 from finetune_operator.reconcile.admission import Request, judge, refusal
-from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.endpoints import HTTP_PORT, KopfLiveness
 from finetune_operator.shell.kube import Kube
@@ -181,8 +180,7 @@ class Operator:
 
     def judge(self, request: Request) -> tuple[Sequence[Problem], Sequence[str]]:
         """Return problems and warnings for the review in progress."""
-        jobs = map(self.state.store.job, self.state.store.jobs())
-        return judged(request, self.state.settings, lambda: [job for job in jobs if job is not None])
+        return judged(request, self.state.settings)
 
     def faults(self) -> list[str]:
         """Return messages on tasks that have ended and have to run for ever, and on events that were lost."""
@@ -237,12 +235,10 @@ class Operator:
             self.state.queue.add(key)
 
 
-def judged(
-    request: Request, settings: Settings, jobs: Callable[[], Sequence[JobView]]
-) -> tuple[Sequence[Problem], Sequence[str]]:
+def judged(request: Request, settings: Settings) -> tuple[Sequence[Problem], Sequence[str]]:
     """Return problems and warnings for the review in progress, and keep the whole refusal for its answer."""
     reviewing = REVIEWING.get()
-    problems, warnings = judge(request, settings, jobs(), reviewing.served)
+    problems, warnings = judge(request, settings, reviewing.jobs, reviewing.served)
     if problems:
         reviewing.status = refusal(request.name, problems)
     return problems, warnings

@@ -16,7 +16,7 @@ import shutil
 import ssl
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from finetune_operator.kubernetes_api.errors import ConflictError, NotFoundError
 from finetune_operator.kubernetes_api.resources import WEBHOOK
 from finetune_operator.launchers.launcher_rows import LauncherName
 from finetune_operator.reconcile.admission import NoReviewError, read_review
+from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.rendering.render_types import Manifest
 from finetune_operator.shell.certificates import valid_until
 from finetune_operator.shell.kube import Kube
@@ -80,6 +81,8 @@ Answer: TypeAlias = Callable[[dict[str, Any]], Awaitable[Any]]
 class Reviewing:
     """The review in progress."""
 
+    jobs: Sequence[JobView]
+    """All known jobs."""
     served: Collection[LauncherName]
     """Launchers that the cluster has; empty: not known now."""
     status: dict[str, JsonValue] | None = None
@@ -91,6 +94,10 @@ REVIEWING: ContextVar[Reviewing] = ContextVar("REVIEWING")
 
 class World(Protocol):
     """State that answers depend on."""
+
+    def jobs(self) -> Iterable[JobView]:
+        """Return all known jobs."""
+        ...
 
     async def served(self) -> Collection[LauncherName]:
         """Return the launchers that the cluster has; empty: not known now."""
@@ -173,7 +180,8 @@ class WebhookServer:
             body, served = await self._bodies.read(request), await self._world.served()
             answer = await asyncio.shield(self.answer)
             async with self._at_once:
-                review = await asyncio.to_thread(answered, answer, body, Reviewing(served))
+                reviewing = Reviewing(tuple(self._world.jobs()), served)
+                review = await asyncio.to_thread(answered, answer, body, reviewing)
         except (NoReviewError, BodyError) as error:
             self._counted("failed")
             status = error.status if isinstance(error, BodyError) else HTTPStatus.BAD_REQUEST
