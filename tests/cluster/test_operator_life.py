@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +13,18 @@ from cluster_support.api_access import Object, wait_until
 from cluster_support.control_plane import Cluster
 from cluster_support.operator_process import USER, OperatorProcess
 from cluster_support.plays import RUNS, SUCCEEDS, Play
-from cluster_support.world import SETTINGS, World, condition, conditions, namespace_for_pods, states
-from finetune_operator.api.types import API_VERSION, PLURAL
+from cluster_support.world import (
+    BASE,
+    CHILD_KINDS,
+    SETTINGS,
+    World,
+    condition,
+    conditions,
+    merged,
+    namespace_for_pods,
+    states,
+)
+from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 
 STAGES = ("prepare", "train", "evaluate", "predict")
 ONE_EACH = dict.fromkeys(STAGES, ("Succeeded", 1))
@@ -103,6 +114,25 @@ def test_a_job_that_is_made_suspended_waits(world: World) -> None:
     assert world.children("asleep") == []
     world.change("asleep", {"runPolicy": {"suspend": False}})
     assert states(world.wait_phase("asleep", "Succeeded")) == ONE_EACH
+
+
+def test_kopf_stores_nothing_in_objects_and_takes_nothing_of_others(world: World) -> None:
+    """kopf removes its own finalizer where no handler needs one, and reads its annotations. Here another operator that
+    is built on kopf has left them, one of them broken.
+    """
+    finalizers = ["kopf.zalando.org/KopfFinalizerMarker", "example.com/kept"]
+    annotations = {"kopf.zalando.org/last-handled-configuration": "{broken", "kopf.zalando.org/start": "{}"}
+    body = {"apiVersion": API_VERSION, "kind": KIND, "spec": merged(BASE, {"predict": None, "evaluation": None})}
+    metadata = {"name": "shared", "finalizers": finalizers, "annotations": annotations}
+    world.api.create(world.path(API_VERSION, PLURAL), {**body, "metadata": metadata})
+    world.wait_phase("shared", "Succeeded")
+    job = world.job("shared")["metadata"]
+    assert (job["finalizers"], job["annotations"]) == (finalizers, annotations)
+    assert {one["manager"] for one in job["managedFields"]} <= {"finetune-operator", "python-requests"}
+    objects = [item for kind in (("v1", "pods"), *CHILD_KINDS) for item in world.of_job("shared", *kind)]
+    assert len(objects) >= 4
+    assert "kopf" not in json.dumps(objects)
+    world.api.patch(world.path(API_VERSION, PLURAL, "shared"), {"metadata": {"finalizers": None}})
 
 
 def test_a_job_goes_when_its_time_to_live_is_over_and_its_results_stay(world: World) -> None:
