@@ -125,8 +125,12 @@ Login = Callable[[ApiServer, Kube, list[str]], Any]
 
 
 def guarded(_: ApiServer, kube: Kube, listed_again: list[str]) -> Any:
-    connection = cast(aiohttp.ClientSession, KopfConnection(kube, listed_again.append))
-    return kopf.AiohttpSession(server=kube.server, aiohttp_session=connection)
+    return session(KopfConnection(kube, listed_again.append))
+
+
+def session(connection: KopfConnection) -> kopf.AiohttpSession:
+    server = connection.kube.server
+    return kopf.AiohttpSession(server=server, aiohttp_session=cast(aiohttp.ClientSession, connection))
 
 
 def plain(server: ApiServer, _: Kube, __: list[str]) -> Any:
@@ -193,6 +197,7 @@ CASES: dict[str, Callable[[], ApiServer]] = {
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kopf_guard, "SHORTEST_WATCH_SECONDS", 0.01)
     monkeypatch.setattr(kopf_guard, "LOOK_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(kopf_guard, "PAGE_SECONDS", 0.05)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -235,6 +240,28 @@ def test_page_that_is_too_long_is_asked_for_in_parts(monkeypatch: pytest.MonkeyP
     limits = [int(one["limit"]) for one in server.requests if "watch" not in one]
     assert limits == [500, 62, 124]
     assert {name for _, name, _ in ran.seen} == {"a", "b", "last"}
+
+
+def test_next_page_is_requested_once_the_objects_of_the_last_were_handled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kopf itself would have all of a list's objects in memory at a time."""
+    monkeypatch.setattr(kopf_guard, "PAGE_SECONDS", patient(30))
+    server = ApiServer([page(job("a", 3), job("b", 3), next_page="t"), page(job("c", 4))])
+
+    async def run() -> None:
+        async with server.running():
+            kube = Kube(ApiClient(Configuration(host=server.url)))
+            connection = KopfConnection(kube, lambda path: None)
+            await connection.request("get", f"{server.url}{JOBS}?limit=500")
+            second = asyncio.create_task(connection.request("get", f"{server.url}{JOBS}?limit=500&continue=t"))
+            for _ in range(2):
+                await asyncio.sleep(0.05)
+                assert len(server.requests) == 1
+                connection.handled("finetunejobs")
+            await second
+            assert len(server.requests) == 2
+            await kube.api.close()  # type: ignore[no-untyped-call]
+
+    asyncio.run(run())
 
 
 def test_connection_of_kopf_writes_nothing() -> None:

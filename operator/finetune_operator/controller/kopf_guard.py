@@ -6,7 +6,8 @@ fetching.py in https://github.com/nolar/kopf):
 
 - JSON is cut to a depth that Python can parse: `json.loads` of an object that nests 1,000 levels is a RecursionError,
   which ends kopf.operator.
-- A page of a list that is longer than our limit is requested again with fewer objects.
+- A page of a list that is longer than our limit is requested again with fewer objects, and the page after it is
+  requested once its objects were handled: kopf would hold the objects of all pages in the queues of its workers.
 - An error within a watch (kopf: WatchingError), a page whose token has expired (410), a kind that is no longer served
   (404), or a line that breaks off end that request only, which kopf sends again. Each of them would end kopf.operator.
 - A watch that was open during an outage ends with the outage: its connection may hang on a server that is gone.
@@ -27,7 +28,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any, NoReturn, cast
 from urllib.parse import parse_qsl, urlsplit
 
@@ -55,6 +56,8 @@ log = logging.getLogger(__name__)
 SHORTEST_WATCH_SECONDS = 1.0
 """A watch that ends earlier is followed by a pause of about this length: kopf would begin the next one at once."""
 LOOK_AGAIN_SECONDS = 5.0
+PAGE_SECONDS = 30.0
+"""Longest wait for the objects of a page."""
 GONE = b'{"type":"ERROR","object":{"kind":"Status","code":410}}\n'
 """Event after which kopf lists again."""
 _ERROR_EVENT = b'{"type":"ERROR"'
@@ -65,9 +68,12 @@ class KopfConnection:
 
     def __init__(self, kube: Kube, listed_again: Callable[[str], None]) -> None:
         """`listed_again` is called with the path of a collection before each of its lists but the first."""
-        self._kube = kube
+        self.kube = kube
         self._listed_again = listed_again
         self._lists: Counter[str] = Counter()
+        self._waiting: Counter[str] = Counter()
+        """Listed objects that were not handled yet, by plural."""
+        self._handled = asyncio.Event()
         self._limits: dict[str, int] = {}
         """Objects in a page, by path, where the limit that kopf asks for was too high."""
         self.headers = {"User-Agent": kube.manager}
@@ -79,14 +85,14 @@ class KopfConnection:
     async def request(self, method: str, url: str, **_: object) -> Answer | Watch:
         """Return the answer to a request of kopf's, which only reads. aiohttp.ClientError: kopf tries again."""
         assert method == "get", f"kopf has to write nothing, and sent {method} {url}"
-        target = urlsplit(url.removeprefix(self._kube.server))
+        target = urlsplit(url.removeprefix(self.kube.server))
         query = dict(parse_qsl(target.query))
         try:
             if "watch" in query:
                 return await self._watch(target.path, query)
             if "limit" in query:
                 return Answer(await self._page(target.path, query))
-            return Answer(await self._kube.document(target.path, "discovery"))
+            return Answer(await self.kube.document(target.path, "discovery"))
         except (UnauthorizedError, NotFoundError) as error:
             if isinstance(error, NotFoundError) and query:
                 _again(error)
@@ -94,7 +100,23 @@ class KopfConnection:
         except ApiError as error:
             _again(error)
 
+    def handled(self, plural: str) -> None:
+        """Note that the handler of a listed object has ended."""
+        self._waiting[plural] -= 1
+        self._handled.set()
+
+    async def _all_handled(self, plural: str) -> None:
+        # kopf hands on no object whose events it has postponed after an error of its own.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PAGE_SECONDS):
+                while self._waiting[plural] > 0:
+                    self._handled.clear()
+                    await self._handled.wait()
+        self._waiting[plural] = 0
+
     async def _page(self, path: str, query: dict[str, str]) -> Manifest:
+        plural = path.rpartition("/")[2]
+        await self._all_handled(plural)
         if "continue" not in query:
             if self._lists[path]:
                 self._listed_again(path)
@@ -103,7 +125,7 @@ class KopfConnection:
         while True:
             limit = self._limits.get(path, wanted)
             try:
-                page = await self._kube.list_at(path, {**query, "limit": str(limit)})
+                page = await self.kube.list_at(path, {**query, "limit": str(limit)})
             except TooLongError:
                 if limit == 1:
                     raise
@@ -113,16 +135,18 @@ class KopfConnection:
                 # The list has to begin again, which kopf does for this error and not for a 410.
                 raise aiohttp.ClientPayloadError(str(error)) from error
             self._limits[path] = min(wanted, 2 * limit)
+            found = page.get("items")
+            self._waiting[plural] += len(found) if isinstance(found, list) else 0
             return page
 
     async def _watch(self, path: str, query: dict[str, str]) -> Watch:
         began = time.monotonic()
         try:
             async with AsyncExitStack() as opened:
-                answer = await opened.enter_async_context(self._kube.watch_at(path, query))
-                return Watch(answer, self._kube.outage, opened.pop_all(), began)
+                answer = await opened.enter_async_context(self.kube.watch_at(path, query))
+                return Watch(answer, self.kube.outage, opened.pop_all(), began)
         except GoneError:
-            return Watch(None, self._kube.outage, AsyncExitStack(), began)
+            return Watch(None, self.kube.outage, AsyncExitStack(), began)
 
 
 def _again(error: ApiError) -> NoReturn:

@@ -110,7 +110,7 @@ class Operator:
         self._leader: Leader | None = None
         self._workers: list[asyncio.Task[None]] = []
         self._background: list[asyncio.Task[None]] = []
-        self._logins = 0
+        self._connection: KopfConnection | None = None
         self._lost: set[str] = set()
         self.failure: Exception | None = None
         """Error that kept it from starting."""
@@ -154,13 +154,11 @@ class Operator:
 
     async def connection(self) -> kopf.AiohttpSession:
         """Return a connection for kopf; all but the first after a while, as the one before was refused."""
-        self._logins += 1
-        if self._logins > 1:
+        if self._connection is not None:
             await asyncio.sleep(AGAIN_SECONDS)
-        connection = KopfConnection(self.state.kube, self._resync.request_at)
-        return kopf.AiohttpSession(
-            server=self.state.kube.server, aiohttp_session=cast(aiohttp.ClientSession, connection)
-        )
+        self._connection = KopfConnection(self.state.kube, self._resync.request_at)
+        session = cast(aiohttp.ClientSession, self._connection)
+        return kopf.AiohttpSession(server=self.state.kube.server, aiohttp_session=session)
 
     async def take(self, resource: Resource, event: Mapping[str, Any]) -> None:
         """Store what an event of kopf's says of an object, and queue its job if it is news."""
@@ -169,6 +167,9 @@ class Operator:
         except Exception:
             self._lost.add(f"an event of a {resource.kind} was lost")
             raise
+        finally:
+            if event["type"] is None and self._connection is not None:
+                self._connection.handled(resource.plural)
 
     async def reviews(self, answer: kopf.WebhookFn) -> AsyncIterator[kopf.WebhookClientConfig]:
         """Serve admission for kopf, whose own server sets no limit on connections and bodies. The configuration is in
