@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from kopf_support import answering
 
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.launchers.launcher_rows import LauncherName
@@ -16,6 +15,7 @@ from finetune_operator.reconcile.admission import JOBS, NoReviewError
 from finetune_operator.reconcile.observed import job_view
 from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.shell.webhook import Reviewing, answered, with_authority
+from kopf_support import answering
 
 SPEC: dict[str, Any] = {
     "task": "text-classification",

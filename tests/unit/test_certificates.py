@@ -20,7 +20,6 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from cryptography.x509.verification import PolicyBuilder, Store
-from kopf_support import answering
 
 from cluster_support.self_signed import Certificate, for_loopback
 from finetune_operator.api.settings import CLUSTER_SETTINGS
@@ -37,6 +36,7 @@ from finetune_operator.shell.certificates import (
     server_names,
 )
 from finetune_operator.shell.webhook import BOUNDS, ClientAuthorities, FolderCertificate, WebhookServer
+from kopf_support import answering
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 NAMES = server_names("ops", None)

@@ -28,7 +28,6 @@ from typing import Any, Literal, TypeAlias
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kopf_support import answering
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import CLUSTER_SETTINGS
@@ -42,6 +41,7 @@ from finetune_operator.shell.progress_protocol import AttemptKey
 from finetune_operator.shell.progress_server import KnownPod, ProgressServer, ServerLimits
 from finetune_operator.shell.tokens import PodIdentity, RefusedToken, Verdict
 from finetune_operator.shell.webhook import WebhookServer
+from kopf_support import answering
 from process_support.http_fuzz import ALLOWED, CANARY, GOOD, Port, answer, bodies, request, sendings, statuses
 from suite_plugins.fuzz import examples
 from suite_plugins.patience import patient
