@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,6 +41,13 @@ def python_path(*sources: Path) -> dict[str, str]:
     assert packages
     assert all(any(Path(path).is_relative_to(source) for source in sources) for path in found), found
     return environment
+
+
+def script(project: Path, name: str) -> tuple[str, ...]:
+    """Return the command that runs the project's script of that name: an installed one is this tree's."""
+    scripts = tomllib.loads((project / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts[name].partition(":")
+    return sys.executable, "-c", f"from {module} import {function}; {function}()"
 
 
 def assert_imported(packages: Sequence[str], folder: str) -> None:

@@ -28,7 +28,7 @@ from cluster_support.world import (
     stage_of,
     states,
 )
-from earlier_release import python_path, unpack
+from earlier_release import python_path, script, unpack
 from finetune_operator.api.crd import crd
 from finetune_operator.api.served_schema import OPENAPI_PATH, lacking
 from finetune_operator.api.types import API_VERSION, PLURAL
@@ -60,7 +60,12 @@ def world(
     cluster.must("apply", "--server-side", "--force-conflicts", "-k", str(earlier / "manifests" / "crd"))
     install(cluster, earlier / "manifests" / "operator")
     operator = OperatorProcess(
-        cluster, tmp_path, PATIENT_SETTINGS, name="operator-earlier", environment=earlier_environment
+        cluster,
+        tmp_path,
+        PATIENT_SETTINGS,
+        name="operator-earlier",
+        environment=earlier_environment,
+        program=script(earlier / "operator", "finetune-operator"),
     )
     operator.start()
     try:

@@ -164,6 +164,13 @@ class Replica:
             return answer.status, await answer.text()
 
 
+class NoFaults:
+    """Faults of servers that no kopf starts."""
+
+    async def faults(self) -> list[str]:
+        return []
+
+
 @asynccontextmanager
 async def replica(
     given: Given,
@@ -196,7 +203,8 @@ async def replica(
     if leads is None:
         state.leading.set()
     # The stand-by looks for the leader at its own port; on one machine it needs another address.
-    servers = Servers(metrics, host="127.0.0.1" if leads is None else "127.0.0.2", http_port=0, progress_port=port)
+    host = "127.0.0.1" if leads is None else "127.0.0.2"
+    servers = Servers(metrics, NoFaults(), host=host, http_port=0, progress_port=port)
     try:
         await servers.start(state)
         endpoint = state.progress_endpoint

@@ -49,13 +49,17 @@ class OperatorProcess:
         name: str = "operator-0",
         options: Sequence[str] = (),
         environment: Mapping[str, str] = MappingProxyType({}),
+        program: Sequence[str] = (str(PROGRAM),),
     ) -> None:
-        """`options` go to the command line unchanged; `environment` is set beside ours."""
+        """`options` go to the command line unchanged; `environment` is set beside ours; `program` runs in place of the
+        installed command.
+        """
         if not PROGRAM.is_file():
             pytest.skip(f"{PROGRAM.name} is not installed beside {Path(sys.executable).name}")
         self.http_port, self.progress_port = free_port(), free_port()
         self.folder, self._name, self._options = folder, name, tuple(options)
         self._environment = environment
+        self._program = tuple(program)
         self._process: subprocess.Popen[bytes] | None = None
         self._log = folder / f"{name}.log"
         progress = {"url": f"https://127.0.0.1:{self.progress_port}", **settings.get("progress", {})}
@@ -84,7 +88,7 @@ class OperatorProcess:
             **self._environment,
         }
         command = [
-            str(PROGRAM),
+            *self._program,
             "run",
             "--settings",
             str(self._settings),
