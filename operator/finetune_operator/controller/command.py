@@ -227,4 +227,4 @@ def _set_up_logs(form: LogFormat, level: LogLevel) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     if level is not LogLevel.DEBUG:
         for name, least in QUIET:
-            logging.getLogger(name).setLevel(least)
+            logging.getLogger(name).setLevel(max(least, logging.getLogger().level))

@@ -35,6 +35,7 @@ from finetune_operator.rendering.render_types import JOB_LABEL
 CHILDREN = (POD, *LAUNCHER_RESOURCES.values(), INFERENCE_SERVICE, DEPLOYMENT)
 """Kinds of objects that run jobs. One that is not served yet is watched once it is (lifecycle.py)."""
 OBJECTS_AT_ONCE = 64
+"""Objects of a kind, in a namespace if there are several, that are handled at the same time."""
 
 
 @kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)
@@ -81,10 +82,12 @@ for child in CHILDREN:
 
 @kopf.on.validate(FINETUNE_JOB.api_version, FINETUNE_JOB.plural)
 async def validate(name: str, namespace: str | None, warnings: list[str], memo: kopf.Memo, **kwargs: Any) -> None:
-    """Refuse a job that must not be stored, or warn of it. Each replica answers, in a thread (shell/webhook.py)."""
+    """Refuse a job that must not be stored, or warn of it. Each replica answers, in a thread with its own loop
+    (shell/webhook.py): nothing here may be awaited that belongs to the operator's.
+    """
     new, old = [dict(kwargs[one]) if kwargs[one] is not None else None for one in ("new", "old")]
     problems, found = memo.operator.judge(Request(kwargs["operation"], namespace or "", name or "", new, old))
-    warnings += found
+    warnings.extend(found)
     if problems:
         raise kopf.AdmissionError(problems_text(problems), code=422)
 
@@ -96,7 +99,7 @@ async def faults(memo: kopf.Memo, **_: Any) -> list[str]:
     return found
 
 
-@kopf.on.cleanup()
+@kopf.on.cleanup(errors=kopf.ErrorsMode.PERMANENT)
 async def stop(memo: kopf.Memo, **_: Any) -> None:
     """Let the reconciles in progress finish, release the Lease, and stop the servers."""
     await memo.operator.stop()

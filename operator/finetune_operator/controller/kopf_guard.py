@@ -11,7 +11,7 @@ fetching.py in https://github.com/nolar/kopf):
 - An error within a watch (kopf: WatchingError), a page whose token has expired (410), a kind that is no longer served
   (404), or a line that breaks off end that request only, which kopf sends again. Each of them would end kopf.operator.
 - A watch that was open during an outage ends with the outage: its connection may hang on a server that is gone.
-- A list that is read again is told, as it names no object that was deleted since the list before.
+- Each list is told, as it does not name the objects that were deleted before it and are known here.
 
 Requests are counted, and outages noticed, where all requests of the operator are.
 
@@ -27,14 +27,15 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Any, NoReturn, cast
 from urllib.parse import parse_qsl, urlsplit
 
 import aiohttp
-from kopf import OperatorRegistry, OperatorSettings
+from kopf import OperatorRegistry, OperatorSettings, WebhookFn
 from kopf._cogs.structs.references import Insights
+from kopf._core.engines.admission import WebhookError
 from kopf._core.reactor.observation import process_discovered_resource_event
 
 from finetune_operator.api.json_text import bounded
@@ -42,12 +43,14 @@ from finetune_operator.kubernetes_api.answers import Lines
 from finetune_operator.kubernetes_api.client import SMALLER
 from finetune_operator.kubernetes_api.errors import (
     ApiError,
+    ForbiddenError,
     GoneError,
     NotFoundError,
     TooLongError,
     UnauthorizedError,
 )
 from finetune_operator.kubernetes_api.resources import Resource
+from finetune_operator.reconcile.admission import NoReviewError
 from finetune_operator.rendering.render_types import Manifest
 from finetune_operator.shell.kube import Kube, Outage
 
@@ -66,11 +69,11 @@ _ERROR_EVENT = b'{"type":"ERROR"'
 class KopfConnection:
     """An `aiohttp.ClientSession`, as far as kopf uses one."""
 
-    def __init__(self, kube: Kube, listed_again: Callable[[str], None]) -> None:
-        """`listed_again` is called with the path of a collection before each of its lists but the first."""
+    def __init__(self, kube: Kube, listed: Callable[[str], None]) -> None:
+        """`listed` is called with the path of a collection once the first page of a list is there."""
         self.kube = kube
-        self._listed_again = listed_again
-        self._lists: Counter[str] = Counter()
+        self._listed = listed
+        self._forbidden: set[str] = set()
         self._waiting: Counter[str] = Counter()
         """Listed objects that were not handled yet, by plural."""
         self._handled = asyncio.Event()
@@ -98,11 +101,14 @@ class KopfConnection:
                 _again(error)
             return Answer({}, error.code)
         except ApiError as error:
+            if isinstance(error, ForbiddenError) and str(error) not in self._forbidden:
+                self._forbidden.add(str(error))
+                log.warning("no right to read what jobs need, trying again: %s", error)
             _again(error)
 
     def handled(self, plural: str) -> None:
         """Note that the handler of a listed object has ended."""
-        self._waiting[plural] -= 1
+        self._waiting[plural] = max(0, self._waiting[plural] - 1)
         self._handled.set()
 
     async def _all_handled(self, plural: str) -> None:
@@ -117,10 +123,6 @@ class KopfConnection:
     async def _page(self, path: str, query: dict[str, str]) -> Manifest:
         plural = path.rpartition("/")[2]
         await self._all_handled(plural)
-        if "continue" not in query:
-            if self._lists[path]:
-                self._listed_again(path)
-            self._lists[path] += 1
         wanted = int(query["limit"])
         while True:
             limit = self._limits.get(path, wanted)
@@ -137,6 +139,8 @@ class KopfConnection:
             self._limits[path] = min(wanted, 2 * limit)
             found = page.get("items")
             self._waiting[plural] += len(found) if isinstance(found, list) else 0
+            if "continue" not in query:
+                self._listed(path)
             return page
 
     async def _watch(self, path: str, query: dict[str, str]) -> Watch:
@@ -220,6 +224,7 @@ class Watch:
         """Yield lines of the body, always whole ones."""
         if self._answer is None:
             yield GONE
+            await self._pause()
             return
         lines = Lines()
         try:
@@ -277,8 +282,11 @@ class ServedKinds:
         while True:
             await changed.wait()
             changed.clear()
-            for group in sorted(self._groups):
-                await self._look(group)
+            # Twice, as one of several API servers may learn of a kind later than the one that was asked before.
+            for _ in range(2):
+                for group in sorted(self._groups):
+                    await self._look(group)
+                await asyncio.sleep(LOOK_AGAIN_SECONDS)
 
     async def _look(self, group: str) -> None:
         await process_discovered_resource_event(
@@ -287,3 +295,15 @@ class ServedKinds:
             registry=self._registry,
             insights=self.insights,
         )
+
+
+def reviewing(answer: WebhookFn) -> Callable[[dict[str, Any]], Awaitable[Any]]:
+    """Return kopf's function for admission, which raises NoReviewError for a review that kopf has no handler for."""
+
+    async def answered(review: dict[str, Any]) -> Any:
+        try:
+            return await answer(cast(Any, review))
+        except WebhookError as error:
+            raise NoReviewError(str(error)) from error
+
+    return answered

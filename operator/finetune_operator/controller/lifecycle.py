@@ -5,7 +5,7 @@
                    queue -> workers: store -> decide -> API server -> store
 
 On SIGTERM or SIGINT kopf calls the cleanup handler: no more reconciles start, those in progress finish, and the Lease
-is released.
+is released. Before the start has ended, `start` itself does that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kubernetes.aio.client import ApiClient
 
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import Settings
-from finetune_operator.controller.kopf_guard import KopfConnection, ServedKinds
+from finetune_operator.controller.kopf_guard import KopfConnection, ServedKinds, reviewing
 from finetune_operator.controller.resync import Resync, store_object
 from finetune_operator.kubernetes_api.errors import TooManyRequestsError, UnavailableError
 from finetune_operator.kubernetes_api.resources import Resource
@@ -175,7 +175,7 @@ class Operator:
         """Serve admission for kopf, whose own server sets no limit on connections and bodies. The configuration is in
         the manifests; only our authority is written into it (shell/serving.py).
         """
-        self._servers.answer_reviews(lambda review: answer(cast(Any, review)))
+        self._servers.answer_reviews(reviewing(answer))
         yield {}
         await asyncio.Event().wait()
 

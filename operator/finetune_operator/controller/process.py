@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import random
 import socket
+from contextlib import suppress
 
 import kopf
 
@@ -51,14 +53,18 @@ async def run(options: Options, decide: Decide) -> None:
             namespaces=namespaces,
             liveness_endpoint=liveness,
         )
-    except Exception as error:
-        raise operator.failure or error from error
+    except Exception:
+        if operator.failure is not None:
+            raise operator.failure from None
+        raise
     finally:
         await api.close()  # type: ignore[no-untyped-call]
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
+    """Return a port that is free now, below those of clients' connections: kopf binds it later."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port of 127.0.0.1 is free for kopf's liveness endpoint")

@@ -41,6 +41,8 @@ class Resync:
         self._requests: dict[Resource, str] = {}
         """Kinds to be listed again, with the reason."""
         self._requested = asyncio.Event()
+        self._listed: set[str] = set()
+        """Paths of the collections that kopf has listed."""
         self._listing = asyncio.Lock()
 
     async def fill(self, reason: str) -> None:
@@ -67,10 +69,12 @@ class Resync:
             self.request(resource, reason)
 
     def request_at(self, path: str) -> None:
-        """Have the kind of this collection listed again soon, as kopf lists it again."""
+        """Have the kind of this collection listed soon: kopf has listed it, and does not know what is known here."""
+        reason = "relist" if path in self._listed else "start"
+        self._listed.add(path)
         for resource in self._resources():
             if path.endswith(f"/{resource.plural}"):
-                self.request(resource, "relist")
+                self.request(resource, reason)
 
     async def run(self) -> None:
         """Serve requests, for ever."""
@@ -87,6 +91,10 @@ class Resync:
                 for resource, reason in requests.items():
                     self.request(resource, reason)
                 await asyncio.sleep(AGAIN_SECONDS)
+                # A kind may no longer be served, which must not keep the others from being listed.
+                self._discovery.outdated()
+                with suppress(ApiError):
+                    await self._discovery.refresh()
 
     async def launchers(self) -> None:
         """Requeue jobs that have not begun when the served kinds change, for ever: a training operator may be installed
