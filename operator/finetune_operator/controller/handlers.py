@@ -34,8 +34,6 @@ from finetune_operator.rendering.render_types import JOB_LABEL
 
 CHILDREN = (POD, *LAUNCHER_RESOURCES.values(), INFERENCE_SERVICE, DEPLOYMENT)
 """Kinds of objects that run jobs. One that is not served yet is watched once it is (lifecycle.py)."""
-OBJECTS_AT_ONCE = 64
-"""Objects of a kind, in a namespace if there are several, that are handled at the same time."""
 
 
 @kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)
@@ -53,8 +51,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
     for child in CHILDREN:
         settings.watching.label_selectors[child.api_version, child.plural] = JOB_LABEL
     settings.admission.server = memo.operator.reviews
-    settings.queueing.worker_limit = OBJECTS_AT_ONCE
-    settings.queueing.idle_timeout = 0.1  # Each object with news has a task for this long.
+    settings.queueing.idle_timeout = 0.02  # Each object with news has a task for this long.
     await memo.operator.start()
 
 
