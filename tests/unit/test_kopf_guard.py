@@ -18,11 +18,15 @@ import pytest
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 
-from finetune_operator.controller import kopf_guard
+from cluster_support.control_plane import free_port
+from finetune_operator.api.settings import Settings
+from finetune_operator.controller import handlers, kopf_guard, lifecycle
 from finetune_operator.controller.handlers import NothingStored
 from finetune_operator.controller.kopf_guard import KopfConnection, ServedKinds
 from finetune_operator.kubernetes_api import client
 from finetune_operator.kubernetes_api.resources import FINETUNE_JOB, JOB
+from finetune_operator.reconcile.decide import decide
+from finetune_operator.shell.endpoints import KopfLiveness
 from finetune_operator.shell.kube import Kube
 from suite_plugins.patience import patient
 
@@ -322,3 +326,60 @@ def test_kinds_that_are_served_later_are_watched_then() -> None:
             await kube.api.close()  # type: ignore[no-untyped-call]
 
     asyncio.run(run())
+
+
+def test_healthz_has_the_faults_that_the_probe_handler_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First kopf does not run; then all is well; then a task has ended and an event was lost, each of them a bug."""
+    server, found = ApiServer(), list[list[str]]()
+
+    async def bug(*_: Any, **__: Any) -> None:
+        raise RecursionError("deep")
+
+    async def run() -> None:
+        async with server.running():
+            api = ApiClient(Configuration(host=server.url))
+            url = f"http://127.0.0.1:{free_port()}/"
+            kinds = ServedKinds(kopf.OperatorSettings(), kopf.OperatorRegistry(), FINETUNE_JOB, set())
+            ours = lifecycle.Operator(lifecycle.Options(Settings(), ""), api, decide, kinds, url)
+            registry = kopf.OperatorRegistry()
+            kopf.on.probe(id="faults", registry=registry)(handlers.faults)
+
+            @kopf.on.login(registry=registry)
+            async def login(**_: Any) -> Any:
+                return await ours.connection()
+
+            async def reported(expected: int) -> None:
+                while len(faults := list(await KopfLiveness(url).faults())) != expected:
+                    await asyncio.sleep(0.02)
+                found.append(faults)
+
+            async def operated(expected: int) -> None:
+                # kopf keeps what its probe handlers have returned for ten seconds.
+                memo = kopf.Memo(operator=ours)
+                operator = asyncio.create_task(
+                    kopf.operator(
+                        registry=registry, memo=memo, standalone=True, clusterwide=True, liveness_endpoint=url
+                    )
+                )
+                async with asyncio.timeout(patient(10)):
+                    await reported(expected)
+                operator.cancel()
+                await asyncio.wait([operator])
+
+            await reported(1)
+            await operated(0)
+            ended = asyncio.create_task(asyncio.sleep(0), name="worker 1")
+            await ended
+            ours.state.tasks.append(ended)
+            monkeypatch.setattr(lifecycle, "store_object", bug)
+            with pytest.raises(RecursionError):
+                await ours.take(JOB, {"type": "ADDED", "object": {}})
+            await operated(2)
+            await api.close()  # type: ignore[no-untyped-call]
+
+    asyncio.run(run())
+    assert found == [
+        ["kopf does not report: ClientConnectorError"],
+        [],
+        ["worker 1 has ended", "an event of a Job was lost"],
+    ]
