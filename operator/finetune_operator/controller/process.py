@@ -6,6 +6,7 @@ import gc
 import random
 import socket
 from contextlib import suppress
+from typing import Any, cast
 
 import kopf
 
@@ -15,6 +16,7 @@ from finetune_operator.controller.lifecycle import Operator, Options
 from finetune_operator.kubernetes_api.client import connect
 from finetune_operator.kubernetes_api.resources import FINETUNE_JOB
 from finetune_operator.rendering.render_types import FIELD_OWNER
+from finetune_operator.shell.leader import identity
 from finetune_operator.shell.reconciler import Decide
 
 SPARE_CONNECTIONS = 8
@@ -47,6 +49,8 @@ async def run(options: Options, decide: Decide) -> None:
             registry=registry,
             settings=settings,
             insights=kinds.insights,
+            # kopf would look for the name of the user, which a container's user has not.
+            identity=cast(Any, identity()),
             memo=kopf.Memo(operator=operator),
             standalone=True,
             clusterwide=not namespaces,
