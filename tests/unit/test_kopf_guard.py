@@ -6,10 +6,14 @@ The second test pins why the connection exists. If kopf mends one of these cases
 from __future__ import annotations
 
 import asyncio
+import getpass
 import json
+import os
+import signal
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
@@ -18,9 +22,10 @@ import pytest
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 
+from cluster_support.api_access import kubeconfig_text
 from cluster_support.control_plane import free_port
 from finetune_operator.api.settings import Settings
-from finetune_operator.controller import handlers, kopf_guard, lifecycle
+from finetune_operator.controller import handlers, kopf_guard, lifecycle, process
 from finetune_operator.controller.handlers import NothingStored
 from finetune_operator.controller.kopf_guard import KopfConnection, ServedKinds
 from finetune_operator.kubernetes_api import client
@@ -110,6 +115,8 @@ class ApiServer:
             split = [group.split("/") for group in self.groups]
             groups = [{"name": g, "versions": [{"version": v}], "preferredVersion": {"version": v}} for g, v in split]
             return {"groups": groups}
+        if path.removeprefix("/apis/").removeprefix("/api/") not in kinds:
+            raise web.HTTPNotFound
         plural, kind = kinds[path.removeprefix("/apis/").removeprefix("/api/")]
         one = {"name": plural, "kind": kind, "singularName": kind.lower(), "verbs": ["list", "watch"]}
         return {"resources": [{**one, "namespaced": plural not in ("namespaces", "customresourcedefinitions")}]}
@@ -383,3 +390,30 @@ def test_healthz_has_the_faults_that_the_probe_handler_reports(monkeypatch: pyte
         [],
         ["worker 1 has ended", "an event of a Job was lost"],
     ]
+
+
+def test_process_runs_as_a_user_without_a_name_until_sigterm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The user of a container has a number only."""
+    server = ApiServer()
+
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found")
+
+    async def run() -> None:
+        async with server.running():
+            kubeconfig = tmp_path / "kubeconfig"
+            kubeconfig.write_text(kubeconfig_text(server.url, None, "token", "team"))
+            options = lifecycle.Options(
+                Settings(), "", kubeconfig, leader_election=False, listen="127.0.0.1", http_port=0
+            )
+            operator = asyncio.create_task(process.run(alone, decide))
+            async with asyncio.timeout(patient(20)):
+                while not operator.done() and not any("watch" in one for one in server.requests):
+                    await asyncio.sleep(0.05)
+            if not operator.done():
+                os.kill(os.getpid(), signal.SIGTERM)
+            await operator
+
+    monkeypatch.setattr(getpass, "getuser", nameless)
+    asyncio.run(run())
+    assert [one["path"] for one in server.requests if "watch" in one] == [JOBS]
