@@ -362,10 +362,16 @@ def test_healthz_has_the_faults_that_the_probe_handler_reports(monkeypatch: pyte
 
             async def operated(expected: int) -> None:
                 # kopf keeps what its probe handlers have returned for ten seconds.
-                memo = kopf.Memo(operator=ours)
+                memo, settings = kopf.Memo(operator=ours), kopf.OperatorSettings()
+                settings.scanning.disabled = True
                 operator = asyncio.create_task(
                     kopf.operator(
-                        registry=registry, memo=memo, standalone=True, clusterwide=True, liveness_endpoint=url
+                        registry=registry,
+                        settings=settings,
+                        memo=memo,
+                        standalone=True,
+                        clusterwide=True,
+                        liveness_endpoint=url,
                     )
                 )
                 async with asyncio.timeout(patient(10)):
@@ -403,7 +409,7 @@ def test_process_runs_as_a_user_without_a_name_until_sigterm(monkeypatch: pytest
         async with server.running():
             kubeconfig = tmp_path / "kubeconfig"
             kubeconfig.write_text(kubeconfig_text(server.url, None, "token", "team"))
-            options = lifecycle.Options(
+            alone = lifecycle.Options(
                 Settings(), "", kubeconfig, leader_election=False, listen="127.0.0.1", http_port=0
             )
             operator = asyncio.create_task(process.run(alone, decide))
