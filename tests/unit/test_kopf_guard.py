@@ -29,6 +29,7 @@ from finetune_operator.controller import handlers, kopf_guard, lifecycle, proces
 from finetune_operator.controller.handlers import NothingStored
 from finetune_operator.controller.kopf_guard import KopfConnection, ServedKinds
 from finetune_operator.kubernetes_api import client
+from finetune_operator.kubernetes_api.errors import ForbiddenError
 from finetune_operator.kubernetes_api.resources import FINETUNE_JOB, JOB
 from finetune_operator.reconcile.decide import decide
 from finetune_operator.shell.endpoints import KopfLiveness
@@ -72,6 +73,8 @@ class ApiServer:
     requests: list[dict[str, str]] = field(default_factory=list)
     groups: list[str] = field(default_factory=lambda: ["finetune.dev/v1alpha1", "apiextensions.k8s.io/v1"])
     url: str = ""
+    refusals: int = 0
+    """Requests that are answered with 403 before any other answer."""
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None, None]:
@@ -87,6 +90,9 @@ class ApiServer:
             await runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if self.refusals > 0:
+            self.refusals -= 1
+            raise web.HTTPForbidden
         if request.path not in (JOBS, BATCH_JOBS):
             return web.json_response(self._discovery(request.path))
         self.requests.append({"path": request.path, **request.query})
@@ -399,8 +405,8 @@ def test_healthz_has_the_faults_that_the_probe_handler_reports(monkeypatch: pyte
 
 
 def test_process_runs_as_a_user_without_a_name_until_sigterm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The user of a container has a number only."""
-    server = ApiServer()
+    """The user of a container has a number only. The API server has just started, and knows no rights yet."""
+    server = ApiServer(refusals=3)
 
     def nameless() -> str:
         raise KeyError("getpwuid(): uid not found")
@@ -421,5 +427,23 @@ def test_process_runs_as_a_user_without_a_name_until_sigterm(monkeypatch: pytest
             await operator
 
     monkeypatch.setattr(getpass, "getuser", nameless)
+    monkeypatch.setattr(lifecycle, "AGAIN_SECONDS", 0.01)
     asyncio.run(run())
     assert [one["path"] for one in server.requests if "watch" in one] == [JOBS]
+
+
+def test_process_ends_with_the_refusal_of_an_api_server_and_without_a_trace(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = ApiServer(refusals=10**6)
+
+    async def run() -> None:
+        async with server.running():
+            kubeconfig = tmp_path / "kubeconfig"
+            kubeconfig.write_text(kubeconfig_text(server.url, None, "token", "team"))
+            with pytest.raises(ForbiddenError):
+                await process.run(lifecycle.Options(Settings(), "", kubeconfig, leader_election=False), decide)
+
+    monkeypatch.setattr(lifecycle, "AGAIN_SECONDS", 0.01)
+    asyncio.run(run())
+    assert [record.message for record in caplog.records if record.exc_info] == []

@@ -21,6 +21,7 @@ from typing import Any
 import kopf
 
 from finetune_operator.kubernetes_api.client import PAGE
+from finetune_operator.kubernetes_api.errors import ApiError
 from finetune_operator.kubernetes_api.resources import (
     DEPLOYMENT,
     FINETUNE_JOB,
@@ -52,7 +53,10 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
         settings.watching.label_selectors[child.api_version, child.plural] = JOB_LABEL
     settings.admission.server = memo.operator.reviews
     settings.queueing.idle_timeout = 0.02  # Each object with news has a task for this long.
-    await memo.operator.start()
+    try:
+        await memo.operator.start()
+    except (ApiError, OSError) as error:
+        raise kopf.PermanentError(str(error)) from error  # Not a bug, so without a trace in the log.
 
 
 @kopf.on.login()

@@ -26,7 +26,12 @@ from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import Settings
 from finetune_operator.controller.kopf_guard import KopfConnection, ServedKinds, reviewing
 from finetune_operator.controller.resync import Resync, store_object
-from finetune_operator.kubernetes_api.errors import TooManyRequestsError, UnavailableError
+from finetune_operator.kubernetes_api.errors import (
+    ForbiddenError,
+    TooManyRequestsError,
+    UnauthorizedError,
+    UnavailableError,
+)
 from finetune_operator.kubernetes_api.resources import Resource
 from finetune_operator.reconcile.admission import Request, judge, refusal
 from finetune_operator.shell.discovery import Discovery
@@ -51,6 +56,7 @@ FINISH_SECONDS = 10.0
 EVENTS_SECONDS = 3.0
 """Time after that for events that are not created yet."""
 AGAIN_SECONDS = 2.0
+REFUSALS = 10
 STATUS_WRITERS = 4
 """Fewer than workers: under load, the objects that jobs need to run come before their statuses."""
 
@@ -209,11 +215,17 @@ class Operator:
     # ------------------------------------------------------------------------------------------------------- its tasks
 
     async def _wait_for_api_server(self) -> None:
-        """Wait for the API server; an outage at the start does not end the operator again and again."""
+        """Wait for the API server; an outage at the start does not end the operator again and again. One that starts
+        itself knows no tokens and no rights for a moment. ApiError if it still knows none after REFUSALS tries.
+        """
+        refusals = 0
         while True:
             try:
                 await self._discovery.refresh()
-            except (UnavailableError, TooManyRequestsError) as error:
+            except (UnavailableError, TooManyRequestsError, UnauthorizedError, ForbiddenError) as error:
+                refusals += isinstance(error, UnauthorizedError | ForbiddenError)
+                if refusals > REFUSALS:
+                    raise
                 log.warning("waiting for the API server: %s", error)
                 await asyncio.sleep(AGAIN_SECONDS)
             else:
