@@ -432,7 +432,7 @@ def test_process_runs_as_a_user_without_a_name_until_sigterm(monkeypatch: pytest
     assert [one["path"] for one in server.requests if "watch" in one] == [JOBS]
 
 
-def test_process_ends_with_the_refusal_of_an_api_server_and_without_a_trace(
+def test_process_that_is_refused_ends_without_a_trace(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = ApiServer(refusals=10**6)
