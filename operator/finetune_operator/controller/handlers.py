@@ -40,10 +40,9 @@ CHILDREN = (POD, *LAUNCHER_RESOURCES.values(), INFERENCE_SERVICE, DEPLOYMENT)
 @kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)
 async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> None:
     """Configure kopf, then start what does not wait for events."""
-    # Events and statuses are written by the reconciler, leaders are elected by a Lease, which excludes as peering does
-    # not, and served kinds are discovered without the right to list CustomResourceDefinitions.
+    # Events and statuses are written by the reconciler, and served kinds are discovered without the right to list
+    # CustomResourceDefinitions.
     settings.posting.enabled = False
-    settings.peering.standalone = True
     settings.scanning.disabled = True
     settings.persistence.diffbase_storage = NothingStored()
     settings.persistence.finalizer = NO_FINALIZER

@@ -1,4 +1,4 @@
-"""Guards around kopf 1.45, that anybody may have written, and for kinds that are served later.
+"""Guards around kopf 1.45: for objects that anybody may have written, and for kinds that are served later.
 
 A login handler of kopf may return a session of aiohttp (`kopf.AiohttpSession`). `KopfConnection` has what kopf calls of
 one, sends the requests by our client, and does what kopf leaves to the server (kopf/_cogs/clients: api.py, watching.py,
@@ -40,7 +40,7 @@ from kopf._core.reactor.observation import process_discovered_resource_event
 
 from finetune_operator.api.json_text import bounded
 from finetune_operator.kubernetes_api.answers import Lines
-from finetune_operator.kubernetes_api.client import SMALLER
+from finetune_operator.kubernetes_api.client import SMALLER, plural_in
 from finetune_operator.kubernetes_api.errors import (
     ApiError,
     ForbiddenError,
@@ -121,7 +121,7 @@ class KopfConnection:
         self._waiting[plural] = 0
 
     async def _page(self, path: str, query: dict[str, str]) -> Manifest:
-        plural = path.rpartition("/")[2]
+        plural = plural_in(path)
         await self._all_handled(plural)
         wanted = int(query["limit"])
         while True:

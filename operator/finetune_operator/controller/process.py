@@ -52,7 +52,7 @@ async def run(options: Options, decide: Decide) -> None:
             # kopf would look for the name of the user, which a container's user has not.
             identity=cast(Any, identity()),
             memo=kopf.Memo(operator=operator),
-            standalone=True,
+            standalone=True,  # Replicas elect a leader by a Lease, which excludes; peering does not.
             clusterwide=not namespaces,
             namespaces=namespaces,
             liveness_endpoint=liveness,

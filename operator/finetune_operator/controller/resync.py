@@ -1,7 +1,7 @@
 """Fill the store by one list per kind, and again whenever kopf's watches may have missed something.
 
-Objects that vanished while a watch was interrupted are in no event. So a list is read after an outage, and when kopf
-cannot resume a watch where it ended, and lists again (kopf_guard.py).
+Objects that vanished while a watch was interrupted are in no event. So a list is read after an outage, and after each
+list of kopf, which lists at the start and when a watch cannot be resumed where it ended (kopf_guard.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
+from finetune_operator.kubernetes_api.client import plural_in
 from finetune_operator.kubernetes_api.errors import ApiError
 from finetune_operator.kubernetes_api.resources import FINETUNE_JOB, POD, Resource
 from finetune_operator.reconcile.reconcile_types import JobView
@@ -72,8 +73,9 @@ class Resync:
         """Have the kind of this collection listed soon: kopf has listed it, and does not know what is known here."""
         reason = "relist" if path in self._listed else "start"
         self._listed.add(path)
+        plural = plural_in(path)
         for resource in self._resources():
-            if path.endswith(f"/{resource.plural}"):
+            if resource.plural == plural:
                 self.request(resource, reason)
 
     async def run(self) -> None:

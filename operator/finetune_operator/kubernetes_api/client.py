@@ -120,11 +120,11 @@ class KubernetesClient:
 
     async def list_at(self, path: str, query: Query) -> Manifest:
         """Return the answer to a list, which may be only a page of it, as it is."""
-        return await self._json(Request("list", path, _plural(path), query, seconds=LIST_SECONDS))
+        return await self._json(Request("list", path, plural_in(path), query, seconds=LIST_SECONDS))
 
     def watch_at(self, path: str, query: Query) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """Return the answer to a watch, once it has begun; its body is read as it arrives."""
-        return self._streamed(Request("watch", path, _plural(path), query), SILENCE_SECONDS)
+        return self._streamed(Request("watch", path, plural_in(path), query), SILENCE_SECONDS)
 
     async def serves(self, resource: Resource) -> bool:
         """Return whether the API server serves the resource."""
@@ -374,7 +374,8 @@ class KubernetesClient:
         """Note the end of a request that began then, on the monotonic clock; `code` 0: it had no answer."""
 
 
-def _plural(path: str) -> str:
+def plural_in(path: str) -> str:
+    """Return the plural of the resource whose collection has this path."""
     return path.rpartition("/")[2]
 
 

@@ -180,7 +180,7 @@ class OperatorState:
     """IP address of the pod that leads, from its Lease; None while there is none or it is not known."""
     measurements: Measurements = field(default_factory=NoMeasurements)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
-    """Tasks that have to run as long as the operator does: workers, watches, the election. One that is done is a bug,
+    """Tasks that have to run as long as the operator does: workers, lists, the election. One that is done is a bug,
     which /healthz reports.
     """
     progress_endpoint: ProgressEndpoint | None = None
