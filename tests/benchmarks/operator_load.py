@@ -5,8 +5,8 @@
 Baseline: a bare asyncio client that posts the very same objects (claim, ConfigMap, Job) for each job as soon as the job
 is stored, over as many connections as the operator has workers, and does nothing else: no watch, no plan, no status, no
 event. Both arms run in one go against one real API server with its Job controller and scheduler, with the same
-generator of jobs; times are those of the API server's audit log, from the receipt of the job to the answer to its
-child's creation. Checked: every job has exactly one child, and the specs of the children are equal in both arms.
+generator of jobs; an arm begins once the objects of the one before are gone, and the operator leads. Times are those of
+the API server's audit log, from the receipt of the job to the answer to its child's creation. Checked: every job has exactly one child, and the specs of the children are equal in both arms.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ GENERATORS = 16
 """Connections over which jobs are applied, like several users and pipelines."""
 CONNECTIONS = 16
 """Connections of the bare client; the operator has as many workers."""
+LEADS = "this replica leads now"
+"""Line of its log."""
 PLURALS = {
     "PersistentVolumeClaim": "persistentvolumeclaims",
     "ConfigMap": "configmaps",
@@ -186,10 +188,16 @@ def run_operator(cluster: Cluster, process: OperatorProcess, count: int) -> Arm:
         asyncio.run(apply_jobs(cluster, namespace, count))
         api, path = Api(cluster.access), path_of(API_VERSION, PLURAL, namespace)
 
+        def made() -> bool:
+            # No list of all of them: the API server has to answer the operator meanwhile.
+            page = api.call("GET", f"{path_of('batch/v1', 'jobs', namespace)}?limit=1")
+            return len(page["items"]) + page["metadata"].get("remainingItemCount", 0) == count
+
         def settled() -> bool:
             jobs = api.items(path)
             return len(jobs) == count and all(job.get("status", {}).get("phase") == "Preparing" for job in jobs)
 
+        wait_until(made, "every job has a child", 300, poll_seconds=0.5)
         wait_until(settled, "every job is preparing", 300)
         quiet(cluster, mark)
         arm = measured(cluster, "operator", namespace, mark)
@@ -225,14 +233,18 @@ def table(arms: list[Arm]) -> None:
 
 def idle(cluster: Cluster, minutes: float) -> None:
     """Count the requests of an idle operator, after the namespaces of the jobs were deleted."""
-    namespaces = Api(cluster.access)
-    wait_until(lambda: not _left(namespaces), "the jobs' namespaces are gone", 300)
+    wait_until_deleted(cluster)
     time.sleep(5)
     mark = cluster.audit_mark()
     time.sleep(60 * minutes)
     entries = cluster.audit(mark, USER)
     kinds = Counter(f"{e['verb']} {e.get('objectRef', {}).get('resource', e['requestURI'])}" for e in entries)
     print(f"\n{minutes:g} idle minutes: {len(entries)} requests: {dict(kinds)}")
+
+
+def wait_until_deleted(cluster: Cluster) -> None:
+    namespaces = Api(cluster.access)
+    wait_until(lambda: not _left(namespaces), "the jobs' namespaces are gone", 300)
 
 
 def _left(api: Api) -> list[str]:
@@ -255,12 +267,16 @@ def main() -> None:
         try:
             for _ in range(arguments.rounds):
                 arms.append(run_bare(cluster, arguments.jobs))
+                wait_until_deleted(cluster)
+                begun = process.logs().count(LEADS)
                 process.start()
+                wait_until(lambda begun=begun: process.logs().count(LEADS) > begun, "the operator leads")
                 arms.append(run_operator(cluster, process, arguments.jobs))
                 assert arms[-1].children == arms[-2].children, "the arms made different children"
                 table(arms[-2:])
                 if arguments.idle_minutes and len(arms) == 2 * arguments.rounds:
                     idle(cluster, arguments.idle_minutes)
+                wait_until_deleted(cluster)
                 process.terminate()
         finally:
             if process.running:

@@ -245,7 +245,8 @@ class Operator:
 
     def _requeue_all(self) -> None:
         for key in self.state.store.jobs():
-            self.state.queue.add(key)
+            job = self.state.store.job(key)
+            self.state.queue.add(key, new=job is not None and job.status.plan is None)
 
 
 def judged(request: Request, settings: Settings) -> tuple[Sequence[Problem], Sequence[str]]:

@@ -23,6 +23,7 @@ from finetune_operator.api.status_times import seconds_since
 from finetune_operator.api.types import (
     AdaptationStatus,
     EstimateStatus,
+    FineTuneJob,
     InferenceStatus,
     MeasuredStatus,
     PlanStatus,
@@ -63,7 +64,7 @@ def plan_now(state: ReconcileState) -> JobPlan:
     """
     facts, adaptation = _facts(state), _adaptation(state)
     try:
-        return plan(state.accepted, facts, state.settings, adaptation)
+        return _planned(state, state.accepted, facts, adaptation)
     except PlanRefused as refused:
         current = state.current
         serves = current is None or current.name is Stage.SERVE
@@ -71,7 +72,14 @@ def plan_now(state: ReconcileState) -> JobPlan:
         if not state.started or serves or not about_endpoint:
             raise
     spec = state.spec.model_copy(update={"endpoint": None})
-    return plan(state.accepted.model_copy(update={"spec": spec}), facts, state.settings, adaptation)
+    return _planned(state, state.accepted.model_copy(update={"spec": spec}), facts, adaptation)
+
+
+def _planned(state: ReconcileState, job: FineTuneJob, facts: Facts, adaptation: Adaptation) -> JobPlan:
+    asked, last = (job, facts, adaptation), state.inputs.last_plan
+    if not last or last[0][0] != asked:
+        last[:] = [(asked, plan(job, facts, state.settings, adaptation))]
+    return last[0][1]
 
 
 def context(state: ReconcileState) -> RenderContext:

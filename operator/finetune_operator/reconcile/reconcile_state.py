@@ -6,7 +6,7 @@ the time of the next reconcile. A phase reads neither clock nor network: everyth
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Literal, Self
 
@@ -21,6 +21,7 @@ from finetune_operator.api.types import (
     FineTuneJobStatus,
     StageStatus,
 )
+from finetune_operator.planning.plan_types import JobPlan
 from finetune_operator.reconcile.reconcile_types import (
     ChildView,
     Decision,
@@ -65,6 +66,8 @@ class Inputs:
     settings: Settings
     endpoint: ProgressEndpoint | None
     """Address for progress reports of pods; None: it is not served."""
+    last_plan: list[tuple[Any, JobPlan]] = field(default_factory=list, repr=False, compare=False)
+    """The plan that a phase asked for last, after what it was made of: the next phase mostly asks for the same."""
 
 
 @dataclass(frozen=True)
