@@ -32,6 +32,7 @@ from finetune_operator.kubernetes_api import client
 from finetune_operator.kubernetes_api.errors import ForbiddenError
 from finetune_operator.kubernetes_api.resources import FINETUNE_JOB, JOB
 from finetune_operator.reconcile.decide import decide
+from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.shell.endpoints import KopfLiveness
 from finetune_operator.shell.kube import Kube
 from suite_plugins.patience import patient
@@ -93,6 +94,8 @@ class ApiServer:
         if self.refusals > 0:
             self.refusals -= 1
             raise web.HTTPForbidden
+        if request.path in ("/api/v1/pods", "/apis/apps/v1/deployments"):
+            return web.Response(text=EMPTY[1], content_type="application/json")
         if request.path not in (JOBS, BATCH_JOBS):
             return web.json_response(self._discovery(request.path))
         self.requests.append({"path": request.path, **request.query})
@@ -430,6 +433,33 @@ def test_process_runs_as_a_user_without_a_name_until_sigterm(monkeypatch: pytest
     monkeypatch.setattr(lifecycle, "AGAIN_SECONDS", 0.01)
     asyncio.run(run())
     assert [one["path"] for one in server.requests if "watch" in one] == [JOBS]
+
+
+def test_jobs_without_a_plan_come_first_once_the_process_leads(tmp_path: Path) -> None:
+    planned = '{"plan":{"strategy":"ddp","launcher":"job","worldSize":1}}'
+    old = [job(f"old-{number}", number + 1).replace('"spec"', f'"status":{planned},"spec"') for number in range(3)]
+    server, decided = ApiServer(lists=[page(*old, job("new", 4))] * 4), list[str]()
+
+    def record(view: JobView, *_: Any) -> Any:
+        decided.append(view.name)
+        if len(decided) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("nothing is decided here")
+
+    async def run() -> None:
+        async with server.running():
+            kubeconfig = tmp_path / "kubeconfig"
+            kubeconfig.write_text(kubeconfig_text(server.url, None, "token", "team"))
+            async with asyncio.timeout(patient(20)):
+                await process.run(
+                    lifecycle.Options(
+                        Settings(), "", kubeconfig, leader_election=False, listen="127.0.0.1", http_port=0, workers=1
+                    ),
+                    record,
+                )
+
+    asyncio.run(run())
+    assert decided == ["new", "old-0", "old-1", "old-2"]
 
 
 def test_process_that_is_refused_ends_without_a_trace(

@@ -425,6 +425,14 @@ def test_a_log_that_cannot_be_had_is_empty_and_costs_one_request(code: int):
     assert len(ran.server.requests) == 1
 
 
+def test_a_log_that_does_not_come_is_no_outage_of_the_api_server():
+    async def log_then_get(kube: Kube) -> None:
+        assert await kube.pod_log("team", "demo-0", "pytorch") == ""
+        await get(kube)
+
+    assert call(log_then_get, 0, 0, OK).ends_of_outages == 0
+
+
 def test_launchers_are_those_that_the_server_serves():
     def served(*names: str) -> Answer:
         return 200, {"kind": "APIResourceList", "resources": [{"name": name} for name in names]}, {}

@@ -300,7 +300,7 @@ class KubernetesClient:
             async with self._sent(request) as response:
                 answer = await _whole(request, response)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self._failed()
+            self._failed(request)
             raise errors.NoAnswerError(str(request), 0, "", f"no answer: {error or type(error).__name__}") from error
         if response.status >= 300:
             raise error_of(str(request), response.status, answer, response.headers.get("Retry-After"))
@@ -367,8 +367,8 @@ class KubernetesClient:
     def _answered(self) -> None:
         """Note that a request was carried out."""
 
-    def _failed(self) -> None:
-        """Note that a request had no answer."""
+    def _failed(self, request: Request) -> None:
+        """Note that the request had no answer."""
 
     def _count(self, request: Request, code: int, began: float) -> None:
         """Note the end of a request that began then, on the monotonic clock; `code` 0: it had no answer."""

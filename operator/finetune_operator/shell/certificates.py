@@ -43,8 +43,10 @@ AUTHORITY_LIFE = timedelta(days=3650)
 LEAF_LIFE = timedelta(days=365)
 RENEW_AT = 2 / 3
 """Share of a life after which the next certificate is created."""
-LOOK_AGAIN = timedelta(hours=12)
-"""Longest time until a replica notices that somebody else replaced the Secret; two requests a day."""
+LOOK_AGAIN = timedelta(minutes=5)
+"""Longest time until a replica notices that somebody else replaced the Secret, or reset the webhook's caBundle, without
+which no job is admitted.
+"""
 _CLOCKS_DIFFER = timedelta(minutes=5)
 _TRIES = 5
 """Two replicas that both write settle in two rounds; more rounds mean that somebody else writes all the time."""

@@ -66,6 +66,7 @@ log = logging.getLogger(__name__)
 
 APPLY_PATCH = "application/apply-patch+yaml; charset=utf-8"
 """Content type with a parameter: the client library would write a body of the bare type itself, by json.dumps."""
+POD_LOG = f"{POD.plural}/log"
 LOG_SECONDS = 10.0
 LOG_LINES = 60
 LOG_BYTES = 256 * 1024
@@ -138,7 +139,7 @@ class Kube(KubernetesClient):
         query = {"container": container, "tailLines": str(LOG_LINES), "limitBytes": str(LOG_BYTES)}
         path = POD.path(namespace, name, "log")
         try:
-            body = await self._body(Request("get", path, f"{POD.plural}/log", query, seconds=LOG_SECONDS, tries=1))
+            body = await self._body(Request("get", path, POD_LOG, query, seconds=LOG_SECONDS, tries=1))
         except ApiError as error:
             log.info("no log of pod %s/%s: %s", namespace, name, error)
             return ""
@@ -223,8 +224,10 @@ class Kube(KubernetesClient):
     def _answered(self) -> None:
         self.outage.answered()
 
-    def _failed(self) -> None:
-        self.outage.failed()
+    def _failed(self, request: Request) -> None:
+        # The API server itself waits for the kubelet to send a log: one of a lost node does not come.
+        if request.counted != POD_LOG:
+            self.outage.failed()
 
     def _count(self, request: Request, code: int, began: float) -> None:
         if self.counter is not None:
