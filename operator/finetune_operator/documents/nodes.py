@@ -135,6 +135,7 @@ _SYNTAX_HINTS = (
         "expected ',' or",
         "put a comma between two fields, or close the bracket or brace that is still open",
     ),
+    ("parsing a quoted scalar", "put text that contains a backslash in single quotes, and close the quotes"),
     ("could not find expected ':'", "write `name: value`, with a colon and a space"),
     ("expected key", "check that fields of one object start in the same column"),
     ("block mapping", "check that fields of one object start in the same column, and that quotes are closed"),
