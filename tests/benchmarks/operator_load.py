@@ -6,7 +6,8 @@ Baseline: a bare asyncio client that posts the very same objects (claim, ConfigM
 is stored, over as many connections as the operator has workers, and does nothing else: no watch, no plan, no status, no
 event. Both arms run in one go against one real API server with its Job controller and scheduler, with the same
 generator of jobs; an arm begins once the objects of the one before are gone, and the operator leads. Times are those of
-the API server's audit log, from the receipt of the job to the answer to its child's creation. Checked: every job has exactly one child, and the specs of the children are equal in both arms.
+the API server's audit log, from the receipt of the job to the answer to its child's creation. Checked: every job has
+exactly one child, and the specs of the children are equal in both arms.
 """
 
 from __future__ import annotations

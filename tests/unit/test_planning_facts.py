@@ -11,7 +11,7 @@ from finetune_operator.api.quantities import human_count, human_seconds, parse_q
 from finetune_operator.planning.architectures import UnknownArchitectureError, model_facts
 from finetune_operator.planning.assumed_facts import HardwareError, assumed_device, assumed_model, parse_hardware
 from finetune_operator.planning.devices import GPU_MODELS, find_gpu
-from finetune_operator.planning.known_models import KNOWN, known_config, known_name
+from finetune_operator.planning.known_models import known_config, known_name, known_names
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -123,7 +123,7 @@ def test_parameters_that_a_token_passes_are_those_that_the_authors_publish(name,
 def test_every_decoder_in_the_table_has_a_published_size():
     known = {known_name(f"hf://{name}") for name in PUBLISHED}
     shapes = [known_config(name) for name in known if name is not None]
-    decoders = [name for name in KNOWN if "num_key_value_heads" in known_config(name)]
+    decoders = [name for name in known_names() if "num_key_value_heads" in known_config(name)]
     assert decoders
     assert [name for name in decoders if known_config(name) not in shapes] == []
 

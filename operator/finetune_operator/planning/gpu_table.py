@@ -1,21 +1,18 @@
-"""Public data of GPUs: the built-in table, which the settings' `hardware` extends and overrides.
+"""Public data of GPUs: the built-in table (tables/gpus.csv), which the settings' `hardware` extends and overrides.
 
 Memory is the driver's total (a little below the number in the product's name). Throughput is the dense peak of the
-vendor's data sheet: with sparsity, sheets show twice as much. Bandwidth of memory, the generation of PCIe and the
-number of multiprocessors are from the same data sheets. The network is that of the usual node with 8 of them, divided
-by its GPUs: T4 of g4dn.12xlarge (50 Gbit/s for 4), V100 of p3.16xlarge (25 Gbit/s) and p3dn (100), A10G and L4 of
-g5.48xlarge and g6.48xlarge (100), L40S of g6e.48xlarge (400), A100 of p4d (400; Azure's ND A100 v4 has 1,600), H100,
-H200 and B200 of p5, p5en and p6 (3,200), B300 of p6-b300 (6,400), MI300X of Azure's ND MI300X v5 (3,200), MI250X of a
-Frontier node (800), A800, H800 and H20 of HGX boards with an adapter of 200 or 400 Gbit/s for each GPU, GH200 and GB200
-with one of 400 Gbit/s. Cards that are sold alone leave it open: `CARD_NETWORK`. Label values are those of GPU feature
-discovery (NVML's name of the device, spaces as `-`), of AMD's node labeller, GKE's name of the accelerator and
-Karpenter's short name; `machine_types` adds the clouds' machine types.
+vendor's data sheet, the column `source`: with sparsity, sheets show twice as much. Bandwidth of memory, the generation
+of PCIe and the number of multiprocessors are from the same data sheets. The network is that of the usual node with 8 of
+them, the column `network_of`, divided by its GPUs. Cards that are sold alone leave it open: `CARD_NETWORK`. Label
+values are those of GPU feature discovery (NVML's name of the device, spaces as `-`), of AMD's node labeller, GKE's name
+of the accelerator and Karpenter's short name; machine_types.csv adds the clouds' machine types. Each of the two dies of
+an MI250X is a device of its own. H800 and H20 are for other markets: fewer links, and for H20 less throughput.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from finetune_contract.byte_text import MIB
 from finetune_contract.choices import Precision
@@ -28,6 +25,7 @@ from finetune_operator.api.machine_types import (
     TYPE_LABEL,
     types_of,
 )
+from finetune_operator.tables import rows
 
 CARD_NETWORK = 1.56
 """Network of one GPU whose product leaves it open, in 10^9 bytes a second: 100 Gbit/s for a node of 8."""
@@ -111,118 +109,33 @@ class GpuModel:
         return (self.half_tflops if half else self.fp32_tflops) * 1e12
 
 
-def _nvidia(*products: str, gke: tuple[str, ...] = (), karpenter: str = "") -> Labels:
-    found = {NVIDIA_LABEL: products, GKE_LABEL: gke, KARPENTER_LABEL: (karpenter,) * bool(karpenter)}
-    return {key: values for key, values in found.items() if values}
+def _model(row: Mapping[str, str]) -> GpuModel:
+    labels = {
+        NVIDIA_LABEL: tuple(row["nvidia"].split()),
+        GKE_LABEL: tuple(row["gke"].split()),
+        KARPENTER_LABEL: tuple(row["karpenter"].split()),
+        AMD_LABEL: tuple(row["amd"].split()),
+        TYPE_LABEL: types_of(row["name"]),
+    }
+    return GpuModel(
+        row["name"],
+        row["chip"],
+        int(row["memory_gb"]),
+        int(row["memory_mib"]),
+        row["capability"],
+        float(row["half_tflops"]),
+        float(row["fp32_tflops"]),
+        float(row["link_gigabytes"]),
+        bandwidth=float(row["bandwidth"]),
+        units=int(row["units"]),
+        network=float(row["network"] or CARD_NETWORK),
+        host=float(row["host"]),
+        labels={key: values for key, values in labels.items() if values},
+        form=row["form"],
+        bf16=row["bf16"] == "yes",
+        fp8=row["fp8"] == "yes",
+    )
 
 
-def _with_types(model: GpuModel) -> GpuModel:
-    types = types_of(model.name)
-    return replace(model, labels={**model.labels, TYPE_LABEL: types}) if types else model
-
-
-_PRODUCTS = (
-    # Below compute capability 8.0 there are no units for bf16. Sources: NVIDIA's data sheets of each product.
-    GpuModel("T4", "T4", 16, 15_360, "7.5", 65.0, 8.1, 16.0, bandwidth=320.0, units=40, network=1.56, host=16.0,
-             bf16=False,
-             labels=_nvidia("Tesla-T4", gke=("nvidia-tesla-t4",), karpenter="t4")),
-    GpuModel("V100-16GB", "V100", 16, 16_160, "7.0", 125.0, 15.7, 150.0, bandwidth=900.0, units=80,
-             network=0.39, host=16.0, bf16=False,
-             labels=_nvidia("Tesla-V100-SXM2-16GB", gke=("nvidia-tesla-v100",))),
-    GpuModel("V100-32GB", "V100", 32, 32_510, "7.0", 125.0, 15.7, 150.0, bandwidth=900.0, units=80,
-             network=1.56, host=16.0, bf16=False,
-             labels=_nvidia("Tesla-V100-SXM2-32GB", "Tesla-V100-SXM3-32GB")),
-    GpuModel("V100-PCIE-16GB", "V100", 16, 16_160, "7.0", 112.0, 14.0, 16.0, bandwidth=900.0, units=80, host=16.0,
-             form="PCIE", bf16=False,
-             labels=_nvidia("Tesla-V100-PCIE-16GB")),
-    GpuModel("V100-PCIE-32GB", "V100", 32, 32_510, "7.0", 112.0, 14.0, 16.0, bandwidth=900.0, units=80, host=16.0,
-             form="PCIE", bf16=False,
-             labels=_nvidia("Tesla-V100-PCIE-32GB")),
-    # Ampere. A10G is Amazon's own, and the sheet of g5 instances gives its figures.
-    GpuModel("A10", "A10", 24, 23_028, "8.6", 125.0, 31.2, 32.0, bandwidth=600.0, units=72, host=32.0,
-             labels=_nvidia("NVIDIA-A10")),
-    GpuModel("A10G", "A10G", 24, 23_028, "8.6", 70.0, 35.0, 32.0, bandwidth=600.0, units=80, network=1.56, host=32.0,
-             labels=_nvidia("NVIDIA-A10G", karpenter="a10g")),
-    GpuModel("A30", "A30", 24, 24_258, "8.0", 165.0, 10.3, 32.0, bandwidth=933.0, units=56, host=32.0,
-             labels=_nvidia("NVIDIA-A30")),
-    GpuModel("A40", "A40", 48, 46_068, "8.6", 149.7, 37.4, 32.0, bandwidth=696.0, units=84, host=32.0,
-             labels=_nvidia("NVIDIA-A40")),
-    GpuModel("A6000", "A6000", 48, 49_140, "8.6", 154.8, 38.7, 32.0, bandwidth=768.0, units=84, host=32.0,
-             labels=_nvidia("NVIDIA-RTX-A6000")),
-    GpuModel("A100-40GB", "A100", 40, 40_960, "8.0", 312.0, 19.5, 300.0, bandwidth=1555.0, units=108,
-             network=6.25, host=32.0,
-             labels=_nvidia("NVIDIA-A100-SXM4-40GB", "A100-SXM4-40GB", gke=("nvidia-tesla-a100",))),
-    GpuModel("A100-80GB", "A100", 80, 81_920, "8.0", 312.0, 19.5, 300.0, bandwidth=2039.0, units=108,
-             network=6.25, host=32.0,
-             labels=_nvidia("NVIDIA-A100-SXM4-80GB", "A100-SXM4-80GB", gke=("nvidia-a100-80gb",))),
-    GpuModel("A100-PCIE-40GB", "A100", 40, 40_960, "8.0", 312.0, 19.5, 32.0, bandwidth=1555.0, units=108, host=32.0,
-             form="PCIE",
-             labels=_nvidia("NVIDIA-A100-PCIE-40GB", "A100-PCIE-40GB")),
-    GpuModel("A100-PCIE-80GB", "A100", 80, 81_920, "8.0", 312.0, 19.5, 32.0, bandwidth=1935.0, units=108, host=32.0,
-             form="PCIE",
-             labels=_nvidia("NVIDIA-A100-80GB-PCIe")),
-    GpuModel("A800-80GB", "A800", 80, 81_920, "8.0", 312.0, 19.5, 200.0, bandwidth=2039.0, units=108,
-             network=25.0, host=32.0, labels=_nvidia("NVIDIA-A800-SXM4-80GB")),
-    GpuModel("A800-PCIE-80GB", "A800", 80, 81_920, "8.0", 312.0, 19.5, 32.0, bandwidth=1935.0, units=108, host=32.0,
-             form="PCIE",
-             labels=_nvidia("NVIDIA-A800-80GB-PCIe")),
-    # Ada and later multiply in fp8 too.
-    GpuModel("L4", "L4", 24, 23_034, "8.9", 121.0, 30.3, 32.0, bandwidth=300.0, units=58, network=1.56, host=32.0,
-             fp8=True,
-             labels=_nvidia("NVIDIA-L4", gke=("nvidia-l4",), karpenter="l4")),
-    GpuModel("RTX-4090", "4090", 24, 24_564, "8.9", 165.2, 82.6, 32.0, bandwidth=1008.0, units=128, host=32.0,
-             fp8=True,
-             labels=_nvidia("NVIDIA-GeForce-RTX-4090")),
-    GpuModel("L20", "L20", 48, 46_068, "8.9", 119.5, 59.8, 32.0, bandwidth=864.0, units=92, host=32.0,
-             fp8=True, labels=_nvidia("NVIDIA-L20")),
-    GpuModel("L40", "L40", 48, 46_068, "8.9", 181.0, 90.5, 32.0, bandwidth=864.0, units=142, host=32.0,
-             fp8=True, labels=_nvidia("NVIDIA-L40")),
-    GpuModel("L40S", "L40S", 48, 46_068, "8.9", 362.0, 91.6, 32.0, bandwidth=864.0, units=142, network=6.25, host=32.0,
-             fp8=True,
-             labels=_nvidia("NVIDIA-L40S", karpenter="l40s")),
-    # Hopper. H800 and H20 are for other markets: fewer links, and for H20 less throughput.
-    GpuModel("H100", "H100", 80, 81_559, "9.0", 989.0, 67.0, 450.0, bandwidth=3350.0, units=132,
-             network=50.0, host=64.0, fp8=True,
-             labels=_nvidia("NVIDIA-H100-80GB-HBM3", gke=("nvidia-h100-80gb", "nvidia-h100-mega-80gb"),
-                            karpenter="h100")),
-    GpuModel("H100-PCIE", "H100", 80, 81_559, "9.0", 756.0, 51.0, 64.0, bandwidth=2000.0, units=114, host=64.0,
-             form="PCIE", fp8=True,
-             labels=_nvidia("NVIDIA-H100-PCIe")),
-    GpuModel("H100-NVL", "H100", 94, 95_830, "9.0", 835.0, 60.0, 64.0, bandwidth=3900.0, units=132, host=64.0,
-             form="NVL", fp8=True,
-             labels=_nvidia("NVIDIA-H100-NVL")),
-    GpuModel("H800", "H800", 80, 81_559, "9.0", 989.0, 67.0, 200.0, bandwidth=3350.0, units=132,
-             network=50.0, host=64.0, fp8=True, labels=_nvidia("NVIDIA-H800")),
-    GpuModel("H800-PCIE", "H800", 80, 81_559, "9.0", 756.0, 51.0, 64.0, bandwidth=2000.0, units=114, host=64.0,
-             form="PCIE", fp8=True,
-             labels=_nvidia("NVIDIA-H800-PCIe")),
-    GpuModel("H20", "H20", 96, 97_871, "9.0", 148.0, 44.0, 450.0, bandwidth=4000.0, units=78, network=50.0, host=64.0,
-             fp8=True, labels=_nvidia("NVIDIA-H20")),
-    GpuModel("GH200", "GH200", 96, 97_871, "9.0", 989.0, 67.0, 450.0, bandwidth=4000.0, units=132,
-             network=50.0, host=450.0, fp8=True,
-             labels=_nvidia("NVIDIA-GH200-480GB")),
-    GpuModel("H200", "H200", 141, 143_771, "9.0", 989.0, 67.0, 450.0, bandwidth=4800.0, units=132,
-             network=50.0, host=64.0, fp8=True,
-             labels=_nvidia("NVIDIA-H200", gke=("nvidia-h200-141gb",), karpenter="h200")),
-    GpuModel("H200-NVL", "H200", 141, 143_771, "9.0", 835.0, 60.0, 64.0, bandwidth=4800.0, units=132, host=64.0,
-             form="NVL", fp8=True,
-             labels=_nvidia("NVIDIA-H200-NVL")),
-    # Blackwell. B300: data sheet of HGX B300, 36 PFLOP/s for 8 with sparsity.
-    GpuModel("B200", "B200", 180, 183_359, "10.0", 2250.0, 75.0, 900.0, bandwidth=8000.0, units=148,
-             network=50.0, host=64.0, fp8=True,
-             labels=_nvidia("NVIDIA-B200", gke=("nvidia-b200",), karpenter="b200")),
-    GpuModel("GB200", "GB200", 186, 189_471, "10.0", 2500.0, 80.0, 900.0, bandwidth=8000.0, units=152,
-             network=50.0, host=450.0, fp8=True,
-             labels=_nvidia("NVIDIA-GB200", gke=("nvidia-gb200",))),
-    GpuModel("B300", "B300", 270, 275_040, "10.3", 2250.0, 75.0, 900.0, bandwidth=8000.0, units=148,
-             network=100.0, host=128.0, fp8=True,
-             labels=_nvidia("NVIDIA-B300-SXM6-AC", karpenter="b300")),
-    # AMD's data sheets. Each of the two dies of an MI250X is a device of its own. MI300X: fp8 of another form (FNUZ).
-    GpuModel("MI250X", "MI250X", 64, 65_520, "", 191.5, 23.9, 50.0, bandwidth=1638.0, units=110,
-             network=12.5, host=32.0, labels={AMD_LABEL: ("AMD_Instinct_MI250X",)}),
-    GpuModel("MI300X", "MI300X", 192, 196_592, "", 1307.0, 163.4, 448.0, bandwidth=5300.0, units=304,
-             network=50.0, host=64.0, fp8=True,
-             labels={AMD_LABEL: ("AMD_Instinct_MI300X_OAM",)}),
-)  # fmt: skip
-GPU_MODELS: tuple[GpuModel, ...] = tuple(map(_with_types, _PRODUCTS))
+GPU_MODELS: tuple[GpuModel, ...] = tuple(map(_model, rows("gpus.csv")))
 """Built-in table, ordered by generation and memory: a name that fits several variants means the smaller one."""
