@@ -60,6 +60,19 @@ def test_stopped_operator_exits_cleanly_and_its_successor_continues(world: World
     assert states(world.wait_phase("rolled", "Succeeded")) == ONE_EACH
 
 
+def test_nothing_of_a_leader_is_left_when_it_stops(world: World, cluster: Cluster, tmp_path: Path) -> None:
+    """kopf waits five seconds for tasks that do not end, in which a rollout waits too."""
+    world.operator.terminate()
+    leader = OperatorProcess(cluster, tmp_path, SETTINGS, name="operator-1", options=["--log-level", "debug"])
+    leader.start()
+    try:
+        wait_until(lambda: "this replica leads now" in leader.logs(), "it leads")
+    finally:
+        leader.terminate()
+        world.operator.start()
+    assert "Hung tasks stopping is skipped: no tasks given." in leader.logs()
+
+
 def test_jobs_that_were_made_while_no_operator_ran_are_run(world: World) -> None:
     world.operator.kill()
     world.apply("early")

@@ -170,6 +170,8 @@ class Leader:
         self._lock = LeaseLock(kube, namespace, identity(), self._renewed)
         self._fence: asyncio.TimerHandle | None = None
         self._taking_over: asyncio.Task[None] | None = None
+        self._term: asyncio.Task[None] | None = None
+        """Task of the library for as long as the Lease is ours. It ends it when the Lease is lost, not at the end."""
         self._holding = False
         """True while the election reports that the Lease is ours."""
         self._election: LeaderElection | None = None
@@ -192,6 +194,8 @@ class Leader:
     async def stop(self) -> None:
         """Stop acting and release the Lease."""
         self._stop_acting()
+        if self._term is not None:
+            self._term.cancel()
         try:
             await self._lock.release()
         except ApiError as error:
@@ -199,6 +203,7 @@ class Leader:
 
     async def _won(self) -> None:
         """Act while the Lease is ours: called when it is won, cancelled when it is lost."""
+        self._term = asyncio.current_task()
         self._holding = True
         self._begin_to_act()
         try:
