@@ -688,6 +688,7 @@ REPAIRS = (
         {"a": {"b": {"c": 1, "d": 2}}, "e": 3},
     ),
     ("a:1\nb: 2\n", "put a space after the colon in line 1: a: 1", {"a": 1, "b": 2}),
+    ("a: 1\nb:c@d\ne: 2\n", "put a space after the colon in line 2: b: c@d", {"a": 1, "b": "c@d", "e": 2}),
     ("a: {b: 1, c: [2\nd: 3\n", "close what line 1 opens, with ]}", {"a": {"b": 1, "c": [2]}, "d": 3}),
     ('a: "one\nb: 2\n', 'close the quote in line 1, with "', {"a": "one", "b": 2}),
 )
@@ -716,6 +717,7 @@ def test_several_syntax_errors_are_reported_in_one_pass() -> None:
         ("a:\n  b: 1\n   c: 2\n", "check the indentation, put a space after each colon"),
         ("a:\n  b: 1\n c:\n    d: 2\n", "check that fields of one object start in the same column"),
         ('a: "C:\\Users\\x.csv"\nb: 2\n', "put text that contains a backslash in single quotes"),
+        ('a: "C:\\data\\x.csv"\nb: 2\n', "put text that contains a backslash in single quotes"),
         ("a: one: two\n", "put text that contains ': ' in quotes"),
         ("a: 1\nb 2\nc: 3\n", "write `name: value`, with a colon and a space"),
         ("name: @team/run\n", "put text that begins with this character in quotes"),

@@ -125,6 +125,7 @@ _COLLECTION_TAGS = {
 _LOADER: type = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
+_BACKSLASH = "put text that contains a backslash in single quotes, and close the quotes"
 _SYNTAX_HINTS = (
     ("start any token", "indent with spaces if this is a tab; put text that begins with this character in quotes"),
     (
@@ -135,7 +136,8 @@ _SYNTAX_HINTS = (
         "expected ',' or",
         "put a comma between two fields, or close the bracket or brace that is still open",
     ),
-    ("parsing a quoted scalar", "put text that contains a backslash in single quotes, and close the quotes"),
+    ("hexdecimal", _BACKSLASH),
+    ("escape character", _BACKSLASH),
     ("could not find expected ':'", "write `name: value`, with a colon and a space"),
     ("expected key", "check that fields of one object start in the same column"),
     ("block mapping", "check that fields of one object start in the same column, and that quotes are closed"),

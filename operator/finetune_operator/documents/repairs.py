@@ -55,9 +55,9 @@ def repair(text: str, line: int, begin: int, furthest: Callable[[str], int | Non
 
 
 def _repair(lines: Sequence[str], at: int, hint: str, new: str) -> Repair:
-    """Return the repair that puts `new` in place of a line, whose number is `@` in the hint."""
+    """Return the repair that puts `new` in place of a line, whose number is the first `@` in the hint."""
     text = "\n".join([*lines[:at], new, *lines[at + 1 :]])
-    return Repair(at, lambda first: hint.replace("@", str(first + at)), text)
+    return Repair(at, lambda first: hint.replace("@", str(first + at), 1), text)
 
 
 def _spaced(lines: Sequence[str], at: int) -> Iterator[Repair]:
