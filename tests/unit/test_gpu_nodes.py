@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -18,6 +18,7 @@ from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan
 from finetune_operator.rendering.render_types import Attempt, RenderContext
 from finetune_operator.rendering.trainer_pod import StagePods, stage_pod
+from finetune_operator.tables import rows
 from planning_support.cases import job
 
 MIB = 1 << 20
@@ -361,7 +362,13 @@ def test_a_name_that_leaves_variants_open_means_all_of_them():
 
 
 def test_products_of_machine_types_are_in_the_table_of_gpus() -> None:
-    assert machine_types.products() <= {gpu.name for gpu in GPU_MODELS}
+    assert {row["product"] for row in rows("machine_types.csv")} <= {"", *(gpu.name for gpu in GPU_MODELS)}
+
+
+@pytest.mark.parametrize(("table", "key"), [("gpus.csv", "name"), ("machine_types.csv", "type")])
+def test_rows_of_a_table_have_names_of_their_own(table: Literal["gpus.csv", "machine_types.csv"], key: str) -> None:
+    names = [row[key] for row in rows(table)]
+    assert sorted(set(names)) == sorted(names)
 
 
 @pytest.mark.parametrize(

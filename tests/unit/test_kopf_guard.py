@@ -407,6 +407,15 @@ def test_healthz_has_the_faults_that_the_probe_handler_reports(monkeypatch: pyte
     ]
 
 
+def alone(server: ApiServer, folder: Path, workers: int = 16) -> lifecycle.Options:
+    """Return options of a process without others beside it."""
+    kubeconfig = folder / "kubeconfig"
+    kubeconfig.write_text(kubeconfig_text(server.url, None, "token", "team"))
+    return lifecycle.Options(
+        Settings(), "", kubeconfig, leader_election=False, listen="127.0.0.1", http_port=0, workers=workers
+    )
+
+
 def test_process_runs_as_a_user_without_a_name_until_sigterm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The user of a container has a number only. The API server has just started, and knows no rights yet."""
     server = ApiServer(refusals=3)
@@ -416,12 +425,7 @@ def test_process_runs_as_a_user_without_a_name_until_sigterm(monkeypatch: pytest
 
     async def run() -> None:
         async with server.running():
-            kubeconfig = tmp_path / "kubeconfig"
-            kubeconfig.write_text(kubeconfig_text(server.url, None, "token", "team"))
-            alone = lifecycle.Options(
-                Settings(), "", kubeconfig, leader_election=False, listen="127.0.0.1", http_port=0
-            )
-            operator = asyncio.create_task(process.run(alone, decide))
+            operator = asyncio.create_task(process.run(alone(server, tmp_path), decide))
             async with asyncio.timeout(patient(20)):
                 while not operator.done() and not any("watch" in one for one in server.requests):
                     await asyncio.sleep(0.05)
@@ -448,15 +452,8 @@ def test_jobs_without_a_plan_come_first_once_the_process_leads(tmp_path: Path) -
 
     async def run() -> None:
         async with server.running():
-            kubeconfig = tmp_path / "kubeconfig"
-            kubeconfig.write_text(kubeconfig_text(server.url, None, "token", "team"))
             async with asyncio.timeout(patient(20)):
-                await process.run(
-                    lifecycle.Options(
-                        Settings(), "", kubeconfig, leader_election=False, listen="127.0.0.1", http_port=0, workers=1
-                    ),
-                    record,
-                )
+                await process.run(alone(server, tmp_path, workers=1), record)
 
     asyncio.run(run())
     assert decided == ["new", "old-0", "old-1", "old-2"]
@@ -469,10 +466,8 @@ def test_process_that_is_refused_ends_without_a_trace(
 
     async def run() -> None:
         async with server.running():
-            kubeconfig = tmp_path / "kubeconfig"
-            kubeconfig.write_text(kubeconfig_text(server.url, None, "token", "team"))
             with pytest.raises(ForbiddenError):
-                await process.run(lifecycle.Options(Settings(), "", kubeconfig, leader_election=False), decide)
+                await process.run(alone(server, tmp_path), decide)
 
     monkeypatch.setattr(lifecycle, "AGAIN_SECONDS", 0.01)
     asyncio.run(run())

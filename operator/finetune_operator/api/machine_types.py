@@ -29,11 +29,6 @@ def _types() -> Mapping[str, tuple[int, str]]:
     return {row["type"]: (int(row["gpus"]), row["product"]) for row in rows("machine_types.csv")}
 
 
-def products() -> frozenset[str]:
-    """Return the products by whose machine types nodes are selected."""
-    return frozenset(product for _, product in _types().values() if product)
-
-
 def types_of(product: str) -> tuple[str, ...]:
     """Return the machine types by which nodes with a product of the built-in table are selected."""
     return tuple(name for name, (_, of) in _types().items() if of == product)

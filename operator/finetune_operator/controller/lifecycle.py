@@ -25,7 +25,7 @@ from kubernetes.aio.client import ApiClient
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import Settings
 from finetune_operator.controller.kopf_guard import KopfConnection, ServedKinds, reviewing
-from finetune_operator.controller.resync import Resync, store_object
+from finetune_operator.controller.resync import Resync, is_new, store_object
 from finetune_operator.kubernetes_api.errors import (
     ForbiddenError,
     TooManyRequestsError,
@@ -245,8 +245,7 @@ class Operator:
 
     def _requeue_all(self) -> None:
         for key in self.state.store.jobs():
-            job = self.state.store.job(key)
-            self.state.queue.add(key, new=job is not None and job.status.plan is None)
+            self.state.queue.add(key, new=is_new(self.state.store.job(key)))
 
 
 def judged(request: Request, settings: Settings) -> tuple[Sequence[Problem], Sequence[str]]:

@@ -197,5 +197,9 @@ async def store_object(state: OperatorState, resource: Resource, raw: Manifest, 
         log.warning("ignoring a %s that cannot be read: %s", resource.kind, error)
         return
     if entry is not None:
-        # Jobs for which nothing was done yet come first.
-        state.queue.add(entry.job, new=isinstance(entry.view, JobView) and entry.view.status.plan is None)
+        state.queue.add(entry.job, new=is_new(entry.view))
+
+
+def is_new(view: object) -> bool:
+    """Return whether it is a job for which nothing was done yet: those come first."""
+    return isinstance(view, JobView) and view.status.plan is None

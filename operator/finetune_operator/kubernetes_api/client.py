@@ -48,6 +48,8 @@ and anybody who may create jobs may store many of that size.
 SMALLER = 8
 AT_ONCE_BYTES = 128 * 1024
 """Longest text that is parsed on the event loop; longer ones are parsed in a thread."""
+POD_LOG = f"{POD.plural}/log"
+"""Resource under which requests for logs are counted."""
 LOG_LINE_BYTES = 1024 * 1024
 """A longer line of a log is passed on in parts: the program in a pod decides when a line ends."""
 MERGE_PATCH = "application/merge-patch+json"
@@ -222,7 +224,7 @@ class KubernetesClient:
         self, namespace: str, pod: str, query: Query, silence_seconds: float | None
     ) -> AsyncGenerator[bytes, None]:
         """Yield the lines of a pod's log as they arrive."""
-        request = Request("get", POD.path(namespace, pod, "log"), f"{POD.plural}/log", query)
+        request = Request("get", POD.path(namespace, pod, "log"), POD_LOG, query)
         return self._lines(request, silence_seconds, LOG_LINE_BYTES)
 
     # ------------------------------------------------------------------------------------------------------- writing

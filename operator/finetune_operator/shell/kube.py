@@ -48,7 +48,7 @@ from typing import Protocol
 from pydantic import JsonValue
 
 from finetune_operator.api.status_times import stamp
-from finetune_operator.kubernetes_api.client import KubernetesClient, Request
+from finetune_operator.kubernetes_api.client import POD_LOG, KubernetesClient, Request
 from finetune_operator.kubernetes_api.errors import AlreadyExistsError, ApiError
 from finetune_operator.kubernetes_api.resources import (
     EVENT,
@@ -66,7 +66,6 @@ log = logging.getLogger(__name__)
 
 APPLY_PATCH = "application/apply-patch+yaml; charset=utf-8"
 """Content type with a parameter: the client library would write a body of the bare type itself, by json.dumps."""
-POD_LOG = f"{POD.plural}/log"
 LOG_SECONDS = 10.0
 LOG_LINES = 60
 LOG_BYTES = 256 * 1024
