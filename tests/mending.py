@@ -1,7 +1,7 @@
 """Applies the hint of a message literally, like a user without other knowledge of the product.
 
-`mend` parses the hint of a problem and changes the document; hints that no rule here can parse are looked up in a table
-of edits that were written by hand from the message alone.
+`mend` follows the hint of a problem: the change that it is, or the advice that a reader here can parse. Others are
+looked up in a table of edits that were written by hand from the message alone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import yaml
 
+from finetune_operator.api.hint_values import Drop, Move, Rename, ReplaceBy, SetTo
 from finetune_operator.api.problems import PathPart, Problem, format_path
 from finetune_operator.api.shapes import find, spec_shape
 
@@ -41,12 +42,6 @@ class Edit:
     field: str
     value: Any = GONE
     moved: str | None = None
-    unwrap: bool = False
-    """True: a list becomes its one item, or the object with the fields of its items."""
-    first: bool = False
-    """True: a list becomes its first item."""
-    wrap: bool = False
-    """True: an object becomes the one item of a list."""
 
 
 def parts(path: str) -> tuple[PathPart, ...]:
@@ -58,16 +53,26 @@ def parts(path: str) -> tuple[PathPart, ...]:
 
 
 def alternatives(problem: Problem) -> list[list[Edit]]:
-    """Return the alternatives in a problem's hint that can be parsed, each as its edits."""
+    """Return the alternatives in a problem's hint that can be followed, each as its edits."""
+    path = problem.path
+    match problem.remedy:
+        case Rename(name):
+            *above, _ = parts(path)
+            return [[Edit(path, moved=format_path((*above, name)))]]
+        case Move(places):
+            return [[Edit(path, moved=place)] for place in places]
+        case SetTo(fields):
+            return [_instead(problem, [Edit(field, value) for field, value in fields.items()])]
+        case Drop():
+            return [[Edit(path)]]
+        case ReplaceBy(value):
+            return [[Edit(path, value)]]
     text = problem.hint
-    inside = [
-        Edit(field, _number(value)) for field, value in re.findall(rf"(?:is|are) (spec[\w.]+): {_VALUE}{_END}", text)
-    ]
-    for reader in (_renamed, _moved, _quoted, _metrics, _unwrapped, _left_or_set, _written):
+    for reader in (_renamed, _quoted, _metrics, _left_or_set, _written):
         found = reader(problem, text)
         if found:
-            return [[*_instead(problem, edits), *inside] for edits in found]
-    return [_instead(problem, inside)] if inside else []
+            return [_instead(problem, edits) for edits in found]
+    return []
 
 
 def _instead(problem: Problem, edits: list[Edit]) -> list[Edit]:
@@ -86,19 +91,9 @@ def _renamed(problem: Problem, text: str) -> list[list[Edit]]:
     return [[Edit(problem.path, _number(found[1]))]]
 
 
-def _moved(problem: Problem, text: str) -> list[list[Edit]]:
-    found = re.match(r"move it below ([\w.]+)(?: or ([\w.]+))*(?:, as ([\w.]+))?$", text)
-    if not found:
-        return []
-    name = found[3] or str(parts(problem.path)[-1])
-    return [[Edit(problem.path, moved=f"{place}.{name}")] for place in (found[1], found[2]) if place]
-
-
 def _quoted(problem: Problem, text: str) -> list[list[Edit]]:
     if re.match(r"put (it|the value) in quotes", text):
         return [[Edit(problem.path, str(yaml.safe_load(problem.value or "")))]]
-    if text.startswith("remove the quotes"):
-        return [[Edit(problem.path, _number(yaml.safe_load(problem.value or "")))]]
     return []
 
 
@@ -106,16 +101,6 @@ def _metrics(problem: Problem, text: str) -> list[list[Edit]]:
     """Parse `write f1 for 'f1-macro', leave 'x' out`: the metrics that remain."""
     written = [name for names in re.findall(r"write ([\w, ]+?) for '", text) for name in names.split(", ")]
     return [[Edit(problem.path, written)]] if written and problem.path == "spec.evaluation.metrics" else []
-
-
-def _unwrapped(problem: Problem, text: str) -> list[list[Edit]]:
-    """Parse the hint to write an object in place of a list, or a list of it."""
-    dashes = re.match(r"write its (fields below it|one item), ?without the|write its one item without the list", text)
-    if text.startswith("write one of its items, without the list"):
-        return [[Edit(problem.path, first=True)]]
-    if text.startswith("make it a list: put a dash before its first field"):
-        return [[Edit(problem.path, wrap=True)]]
-    return [[Edit(problem.path, unwrap=True)]] if dashes else []
 
 
 def _number(text: str) -> Any:
@@ -170,12 +155,10 @@ def _written(problem: Problem, text: str) -> list[list[Edit]]:
         return [[Edit(problem.path, _number(found[1]))]]
     if found := re.match(r"write `(\w+): \{\}`", text):
         return [[Edit(f"spec.{found[1]}", {})]]
-    if found := re.match(r"write the URI one level deeper, as uri: (\S+)$", text):
-        return [[Edit(problem.path, {"uri": found[1]})]]
     found = re.match(
         rf"write (?:one of )?(?:[a-zA-Z]+: (?=\S))?{_VALUE}(?=$|[,;]| to take| for WSL| or | \(|\?|: [a-z])", text
     )
-    found = found or re.match(rf"use {_VALUE}(?=,| or |$)", text) or re.match(r"write their number, (\d+);", text)
+    found = found or re.match(rf"use {_VALUE}(?=,| or |$)", text)
     if (
         not found
         or found[1].endswith(("://", "ORG/NAME", "CLAIM/PATH"))
@@ -189,16 +172,7 @@ def apply(document: dict[str, Any], edits: list[Edit]) -> dict[str, Any]:
     """Return a copy of the document with the edits."""
     changed = copy.deepcopy(document)
     for edit in edits:
-        if edit.unwrap:
-            _, items = _take(changed, parts(edit.field))
-            merged = (
-                {name: value for item in items for name, value in item.items()} if isinstance(items[0], dict) else None
-            )
-            _put(changed, parts(edit.field), merged or items[0])
-        elif edit.first or edit.wrap:
-            _, value = _take(changed, parts(edit.field))
-            _put(changed, parts(edit.field), value[0] if edit.first else [value])
-        elif edit.moved is not None:
+        if edit.moved is not None:
             there, value = _take(changed, parts(edit.field))
             if there:
                 _put(changed, parts(edit.moved), value)

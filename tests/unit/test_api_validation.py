@@ -452,7 +452,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.template.volumes[3].name", "Forbidden", "is reserved for a volume of the operator"),
     ],
     "wrong-types": [
-        ("spec.training.epochs", "Invalid", "remove the quotes"),
+        ("spec.training.epochs", "Invalid", "without quotes"),
         ("spec.training.microBatchSize", "Invalid", "must be auto or an integer of at least 1"),
         ("spec.training.scheduler", "NotSupported", "did you mean cosine?"),
         ("spec.training.seed", "Invalid", "must be an integer of at least 0"),
@@ -664,8 +664,8 @@ def test_value_is_shown_next_to_an_invalid_required_field() -> None:
 def test_an_object_that_is_written_as_one_value_is_explained() -> None:
     _, problems = validate_job(job(model="hf://org/name", training=True), LOCAL_SETTINGS)
     assert [(problem.path, problem.hint) for problem in problems] == [
-        ("spec.model", "write the URI one level deeper, as uri: hf://org/name"),
-        ("spec.training", "write {} to take the defaults"),
+        ("spec.model", "write {uri: hf://org/name}"),
+        ("spec.training", "write {}, which takes the defaults"),
     ]
 
 

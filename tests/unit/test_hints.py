@@ -8,7 +8,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -21,11 +20,10 @@ import finetune_contract
 import finetune_operator
 import finetune_trainer
 from each_case import each_case, pairs_of
-from finetune_operator.api import deepspeed_overrides, field_faults, foreign_files, support, template, validation
+from finetune_operator.api import deepspeed_overrides, support, template, validation
 from finetune_operator.api.field_names import plain
-from finetune_operator.api.foreign_names import NAMES, find_name, find_value
-from finetune_operator.api.foreign_rows import ForeignName, ForeignValue
-from finetune_operator.api.foreign_values import VALUES
+from finetune_operator.api.hints import faults, other_tools
+from finetune_operator.api.hints.foreign_table import NameRow, ValueRow, find_name, find_value, name_rows, value_rows
 from finetune_operator.api.meant_uris import as_uri
 from finetune_operator.api.problems import Problem, format_path
 from finetune_operator.api.rules import RULES
@@ -154,7 +152,8 @@ FIELDS = sorted(
 """Each field below spec, dotted."""
 CHOICES = (
     "set it: ", "change it", "set minimum", "set maximum", "set one of them", "write one URI: ", "write a list",
-    "write its fields in place of the brackets", "leave it out, or write", "did you mean",
+    "write its fields in place of the brackets", "write one of its items, without the list", "leave it out, or write",
+    "did you mean",
     r"write (hf|pvc|file):// before", r"[\w-]+ has accuracy", r"\w+ is better when", "set it to a name of",
     "set it to a pattern", "The fields are: ", "remove one of the two", "write it with", "name two columns",
 )  # fmt: skip
@@ -201,11 +200,11 @@ def shape_at(field: str) -> Any:
     return find(spec_shape(), rest)
 
 
-@each_case("row", NAMES, ids=lambda row: row.names[0])
-def test_a_foreign_name_points_to_a_field_that_exists_and_works(row: ForeignName) -> None:
+@each_case("row", name_rows(), ids=lambda row: row.names[0])
+def test_a_foreign_name_points_to_a_field_that_exists_and_works(row: NameRow) -> None:
     assert row.names
-    if row.field is None:
-        assert row.hint, "a name without a counterpart needs a hint"
+    if not row.field:
+        assert row.answer, "a name without a counterpart needs a hint"
         return
     assert shape_at(row.field), row.field
     assert works(row.field.removeprefix("spec.")), row.field
@@ -213,37 +212,37 @@ def test_a_foreign_name_points_to_a_field_that_exists_and_works(row: ForeignName
         assert accepts(find(spec_shape(), row.field.split(".")[1:]), row.value)  # type: ignore[arg-type]
 
 
-@each_case("row", VALUES, ids=lambda row: f"{row.field}-{row.names[0]}")
-def test_a_foreign_value_points_to_values_that_are_taken(row: ForeignValue) -> None:
+@each_case("row", value_rows(), ids=lambda row: f"{row.field}-{row.values[0]}")
+def test_a_foreign_value_points_to_values_that_are_taken(row: ValueRow) -> None:
     shape = shape_at(row.field)
     assert shape
-    for name in row.names:
+    for name in row.values:
         assert not accepts(shape, name), f"{row.field} takes {name} itself"
-        assert find_value(row.field, name) is row
-    assert row.instead or row.hint
-    for field, value in row.instead.items():
+        assert find_value(row.field, name) == row
+    assert row.answer
+    for field, value in row.sets.items():
         assert accepts(shape_at(field), value), (field, value)
         assert works(field.removeprefix("spec."))
 
 
 def test_every_field_that_a_hint_of_the_table_names_exists() -> None:
-    for row in (*NAMES, *VALUES):
-        for field in re.findall(r"spec(?:\.[A-Za-z_]+)+", row.hint):
+    for row in (*name_rows(), *value_rows()):
+        for field in re.findall(r"spec(?:\.[A-Za-z_]+)+", f"{row.note} {row.none} {row.advice}"):
             body = find(spec_shape(), field.split(".")[1:])
             assert body is not None or field.startswith("spec.parallelism.deepspeedConfig."), field
 
 
 def test_a_name_is_in_the_table_once_for_each_place() -> None:
-    seen: dict[tuple[str, str], ForeignName] = {}
-    for row in NAMES:
+    seen: dict[tuple[str, str], NameRow] = {}
+    for row in name_rows():
         for name in row.names:
             for parent in row.under or ("",) * (not row.under):
                 key = (plain(name), parent if row.under else "*")
-                assert seen.setdefault(key, row) is row, key
+                assert seen.setdefault(key, row) == row, key
 
 
 def test_the_table_has_no_name_that_is_a_field_where_it_stands() -> None:
-    for row in NAMES:
+    for row in name_rows():
         for parent in row.under:
             places = [path for path in leaves(spec_shape()) if path.split(".")[-2:-1] == [parent]]
             own = {path.split(".")[-1] for path in places}
@@ -266,7 +265,7 @@ def own_names(place: str) -> set[str]:
 def places_of(everything: bool) -> Iterator[tuple[str, str]]:
     """Yield names with places where they are foreign: one for each name, in turn; all with `everything`."""
     own = {place: own_names(place) for place in PLACES}
-    for at, name in enumerate(name for row in NAMES for name in row.names):
+    for at, name in enumerate(name for row in name_rows() for name in row.names):
         places = [
             place
             for place in PLACES
@@ -296,9 +295,9 @@ def test_foreign_name_in_any_object_gets_a_valid_hint(pytestconfig: pytest.Confi
     assert min(tried[place] for place in PLACES) > 20
 
 
-@each_case("row", VALUES, ids=lambda row: f"{row.field}-{row.names[0]}")
-def test_foreign_value_gets_a_valid_hint(row: ForeignValue) -> None:
-    for name in row.names:
+@each_case("row", value_rows(), ids=lambda row: f"{row.field}-{row.values[0]}")
+def test_foreign_value_gets_a_valid_hint(row: ValueRow) -> None:
+    for name in row.values:
         document = apply(job(), [])
         target = document["spec"]
         *above, leaf = row.field.split(".")[1:]
@@ -306,14 +305,12 @@ def test_foreign_value_gets_a_valid_hint(row: ForeignValue) -> None:
             target = target.setdefault(part, {})
         target[leaf] = name
         (problem,) = [problem for problem in problems_of(document) if problem.path == row.field]
-        if not row.instead:
-            assert row.hint in problem.hint
+        if not row.sets:
+            assert problem.remedy == row.answer
             continue
-        # Problems that the value then causes follow in the same message.
-        alone = replace(problem, hint=problem.hint.partition("; it then ")[0])
-        after = without_gone(apply(document, alternatives(alone)[0]))
+        after = without_gone(apply(document, alternatives(problem)[0]))
         assert row.field not in [found.path for found in problems_of(after) if found.reason == "NotSupported"]
-        for field, value in row.instead.items():
+        for field, value in row.sets.items():
             written: Any = after
             for part in field.split("."):
                 written = written[part]
@@ -333,20 +330,20 @@ ONE_BY_ONE = {
     ),
     "lora": (
         {"lora": {"r": 8, "lora_alpha": 16}},
-        "set spec.model.adapter.method to lora; r is spec.model.adapter.rank",
+        "set spec.model.adapter.method to lora, spec.model.adapter.rank to 8 and spec.model.adapter.alpha to 16",
     ),
     "type of an adapter": ({"model": {"uri": "hf://a/b", "adapter": {"type": "lora"}}}, "did you mean method?"),
     "adapter in a word": ({"model": {"uri": "hf://a/b", "adapter": "lora"}}, "write {method: lora}"),
     "deepspeed": ({"deepspeed": "ds.json"}, "set spec.parallelism.strategy to deepspeed"),
     "zero2": ({"parallelism": {"strategy": "zero2"}}, "strategy to deepspeed and spec.parallelism.zeroStage to 2"),
-    "limits": ({"resources": {"limits": {"nvidia.com/gpu": 1}}}, "nvidia.com/gpu as spec.resources.gpusPerNode"),
+    "limits": ({"resources": {"limits": {"nvidia.com/gpu": 1}}}, "set spec.resources.gpusPerNode to 1"),
     "nodeSelector": ({"nodeSelector": {"a": "b"}}, "move it below spec.template"),
     "tolerations": ({"resources": {"tolerations": []}}, "move it below spec.template"),
     "causal-lm": ({"task": "causal-lm"}, "write text-generation"),
     "sentiment": ({"task": "sentiment"}, "write text-classification"),
     "sft": ({"task": "sft"}, "write text-generation"),
     "dpo": ({"task": "dpo"}, "write preference-tuning"),
-    "16 GB": ({"resources": {"memory": "16 GB"}}, "write 16G, or 16Gi for powers of 1024"),
+    "16 GB": ({"resources": {"memory": "16 GB"}}, "write 16G (or 16Gi for powers of 1024)"),
     "warm-up": ({"training": {"warmup_ratio": 0.1}}, "did you mean warmupSteps? (a fraction of all steps below 1"),
     "evaluation": ({"training": {"evaluation_strategy": "epoch"}}, "validation is measured after each epoch"),
     "epochs too high up": ({"epochs": 3}, "move it below spec.training"),
@@ -357,11 +354,11 @@ ONE_BY_ONE = {
     "steps between checkpoints": ({"checkpoints": {"every": 500}}, "write {steps: 500}"),
     "an address of the Hub": ({"dataset": {"uri": "https://huggingface.co/datasets/a/b"}}, "write hf://a/b"),
     "a file": ({"dataset": {"uri": "data.csv"}}, "write file://data.csv"),
-    "a model alone": ({"model": "bert-base-uncased"}, "as uri: hf://bert-base-uncased"),
+    "a model alone": ({"model": "bert-base-uncased"}, "write {uri: hf://bert-base-uncased}"),
     "an address behind hf": ({"model": {"uri": "hf://https://huggingface.co/a/b"}}, "write hf://a/b"),
     "reversed columns": (
         {"dataset": {"uri": "hf://c/d", "columns": {"review": "text"}}},
-        "set spec.dataset.columns.text to review: our name is on the left",
+        "set spec.dataset.columns.text to review (our name is on the left",
     ),
     "a column of a pair": (
         {"dataset": {"uri": "hf://c/d", "columns": {"sentence2": "b", "label": "l"}}},
@@ -401,11 +398,11 @@ ONE_BY_ONE = {
     ),
     "GPUs in an object": (
         {"resources": {"gpu": {"type": "L4", "count": 2}}},
-        "type is spec.resources.accelerator.product: L4; count is spec.resources.gpusPerNode: 2",
+        "set spec.resources.accelerator.product to L4 and spec.resources.gpusPerNode to 2",
     ),
     "a part of a GPU": (
         {"resources": {"limits": {"nvidia.com/mig-1g.10gb": 1}}},
-        "spec.resources.accelerator.resource: nvidia.com/mig-1g.10gb",
+        "set spec.resources.accelerator.resource to nvidia.com/mig-1g.10gb",
     ),
     "a condition as a gate": (
         {"evaluation": {"gate": "accuracy >= 85%"}},
@@ -427,7 +424,7 @@ ONE_BY_ONE = {
     "the words of a path": ({"checkpointing": {"intervalSteps": 5}}, "checkpoints"),
     "an unknown object with known content": (
         {"preprocessing": {"max_seq_length": 64}},
-        "move its content: max_seq_length is spec.preparation.maxLength: 64",
+        "set spec.preparation.maxLength to 64",
     ),
     "a micro-batch on two GPUs": (
         {"training": {"per_device_train_batch_size": 8}, "resources": {"gpusPerNode": 2}},
@@ -632,7 +629,7 @@ def test_token_in_a_configuration_of_another_tool_is_reported() -> None:
 
 # ------------------------------------------------------------------------------------------------------------- coverage
 
-MODULES = (validation, field_faults, support, template, deepspeed_overrides, foreign_files)
+MODULES = (validation, faults, support, template, deepspeed_overrides, other_tools)
 
 
 def problem_lines(module: ModuleType) -> dict[int, str]:
@@ -649,7 +646,7 @@ def problem_lines(module: ModuleType) -> dict[int, str]:
 
 BEYOND_FILES = {
     "validation": ("_limit_problem", "_exceeded_limit", "validate_job", "_metadata", "_settings", "_hyperparameters"),
-    "foreign_files": ("_configuration_problem", "_workspace", "workload"),
+    "other_tools": ("_configuration", "workload"),
 }
 """Functions whose problems need values that no file of bad/ has: too large, other settings, another tool's file."""
 
@@ -808,5 +805,5 @@ def test_adapter_over_4_bit_weights_is_one_method_in_all_hints() -> None:
 
 
 def test_value_under_the_name_of_a_secret_is_not_repeated() -> None:
-    hints = hints_of(job(hfTokenSecret="my-secret-value"))
-    assert hints == {"spec.hfTokenSecret": "set spec.secrets.hubToken.name"}
+    hints = hints_of(job(hfToken="my-secret-value"))
+    assert hints == {"spec.hfToken": "set spec.secrets.hubToken.name"}

@@ -22,42 +22,43 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "a minus sign of a word processor": (
         {"training": {"learningRate": "2e\u22125"}}, "training.learningRate", "write 2e-05",
     ),
-    "quotes": ({"training": {"epochs": "3"}}, "training.epochs", "remove the quotes"),
+    "quotes": ({"training": {"epochs": "3"}}, "training.epochs",
+        "write 3 (without quotes)",
+    ),
     "auto, where leaving out is the default": (
-        {"training": {"epochs": "auto"}}, "training.epochs", "leave it out to take the default",
+        {"training": {"epochs": "auto"}}, "training.epochs",
+        "leave it out: the default applies",
     ),
     "hours for seconds": (
         {"spot": {"enabled": True, "maxRunSeconds": "8h"}}, "spot.maxRunSeconds", "write 28800",
     ),
     "an interval": ({"checkpoints": {"every": "30m"}}, "checkpoints.every", "write {minutes: 30}"),
-    "less than there can be": ({"checkpoints": {"keep": 0}}, "checkpoints.keep", "write 1, or leave it out"),
+    "less than there can be": ({"checkpoints": {"keep": 0}}, "checkpoints.keep",
+        "write 1",
+    ),
     "all": ({"checkpoints": {"keep": "all"}}, "checkpoints.keep", "write 1000"),
     "a block switched on": ({"spot": True}, "spot", "write {enabled: true}"),
     "a truth value in other words": (
         {"checkpoints": {"onPreemption": "always"}}, "checkpoints.onPreemption", "write true",
     ),
     "names in one text": (
-        {"evaluation": {"metrics": "accuracy, f1"}}, "evaluation.metrics", 'write ["accuracy", "f1"]',
+        {"evaluation": {"metrics": "accuracy, f1"}}, "evaluation.metrics",
+        "write [accuracy, f1]",
     ),
     "names by role": (
-        {"predict": {"columns": {"id": "id", "text": "tweet"}}}, "predict.columns", 'write ["id", "tweet"]',
+        {"predict": {"columns": {"id": "id", "text": "tweet"}}}, "predict.columns",
+        "write [id, tweet]",
     ),
     "a metric for the block": ({"evaluation": "accuracy"}, "evaluation", "write {metrics: [accuracy]}"),
     "a count for the block": ({"training": "3 epochs"}, "training", "write {epochs: 3}"),
-    "a word as a switch": ({"training": {"precision": {"bf16": True}}}, "training.precision", "write bf16"),
+    "a word as a switch": ({"training": {"precision": {"bf16": True}}}, "training.precision",
+        "write bf16",
+    ),
     "a word with its settings": (
         {"training": {"scheduler": {"type": "cosine", "warmup": 0.03}}}, "training.scheduler",
-        "write cosine; warmup is spec.training.warmupSteps: 0.03",
+        "set spec.training.warmupSteps to 0.03 and spec.training.scheduler to cosine",
     ),
     "a network by its wires": ({"resources": {"network": "infiniband"}}, "resources.network", "write rdma"),
-    "names of hosts": (
-        {"resources": {"nodes": ["a", "b"]}}, "resources.nodes",
-        "write their number, 2; choose nodes by spec.template.nodeSelector",
-    ),
-    "an image in parts": (
-        {"image": {"repository": "Registry.example.com/trainer", "tag": 1.2}}, "image",
-        "write registry.example.com/trainer:1.2",
-    ),
     "several of what there is one": (
         {"dataset": [{"uri": "hf://a/b"}, {"uri": "hf://c/d"}]}, "dataset",
         "only one dataset is supported: write all rows, with the same column names, to one folder, and set "
@@ -65,37 +66,35 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "a share for a split": (
         {"dataset": {"uri": "hf://a/b", "splits": {"validation": 0.1}}}, "dataset.splits.validation",
-        "write train[90%:], and train[:90%] for spec.dataset.splits.train",
+        'set spec.dataset.splits.train to "train[:90%]" and spec.dataset.splits.validation to "train[90%:]"',
     ),
     "a number with its unit": ({"preparation": {"maxLength": "512 tokens"}}, "preparation.maxLength", "write 512"),
     "a power of ten": ({"training": {"learningRate": "2*10^-5"}}, "training.learningRate", "write 2e-05"),
-    "a decimal comma": ({"training": {"weightDecay": "0,1"}}, "training.weightDecay", "write 0.1"),
     "quotes of a word processor": ({"training": {"epochs": "\u201c3\u201d"}}, "training.epochs", "write 3"),
     "a comma behind a number": ({"training": {"epochs": "3,"}}, "training.epochs", "write 3"),
-    "a number word": ({"resources": {"gpusPerNode": "one"}}, "resources.gpusPerNode", "write 1"),
     "no number": ({"runPolicy": {"maxRestarts": "never"}}, "runPolicy.maxRestarts", "write 0"),
     "minus one for none": (
-        {"training": {"epochs": 3, "maxSteps": -1}}, "training.maxSteps", "leave it out to take the default",
-    ),
-    "equals signs": (
-        {"training": "epochs = 3 seed = 1"}, "training", "write {epochs: 3, seed: 1}: a colon after each name",
+        {"training": {"epochs": 3, "maxSteps": -1}}, "training.maxSteps",
+        "leave it out: the default applies",
     ),
     "a list of fields": (
         {"training": [{"epochs": 3}, {"seed": 1}]}, "training", "write its fields below it, without the dashes",
     ),
     "variables by name": (
-        {"template": {"env": {"DEBUG": True}}}, "template.env", 'write [{"name": "DEBUG", "value": "true"}]',
+        {"template": {"env": {"DEBUG": True}}}, "template.env",
+        'write [{name: DEBUG, value: "true"}]',
     ),
     "modules with blanks": (
         {"model": {"uri": "hf://a/b", "adapter": {"method": "lora", "targetModules": "q_proj v_proj"}}},
-        "model.adapter.targetModules", 'write ["q_proj", "v_proj"]',
+        "model.adapter.targetModules",
+        "write [q_proj, v_proj]",
     ),
     "a word for an object": ({"parallelism": "FSDP"}, "parallelism", "write {strategy: fsdp}"),
     "true for an object": ({"parallelism": {"strategy": "fsdp", "offload": True}}, "parallelism.offload",
         "write {optimizer: cpu}"),
     "a path of Windows": (
         {"dataset": {"uri": "C:\\rows\\a.csv"}}, "dataset.uri",
-        "write file:///mnt/c/rows/a.csv for WSL, or another path of this machine",
+        "write file:///mnt/c/rows/a.csv (for WSL, or another path of this machine)",
     ),
     "a claim with one colon": ({"dataset": {"uri": "pvc:inputs/rows"}}, "dataset.uri", "write pvc://inputs/rows"),
     "a share of files for a split": (
@@ -105,23 +104,12 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "a period for an interval": ({"checkpoints": {"every": "every 2 hours"}}, "checkpoints.every",
         "write {minutes: 120}"),
-    "half an hour for seconds": ({"runPolicy": {"activeDeadlineSeconds": "half an hour"}},
-        "runPolicy.activeDeadlineSeconds", "write 1800"),
-    "a range of nodes": ({"resources": {"nodes": "1-4"}}, "resources.nodes",
-        "write 1, or another number up to 4: a range is not supported here"),
-    "a range of servers": ({"endpoint": {"replicas": {"min": 2, "max": 5}}}, "endpoint.replicas",
-        "set spec.endpoint.replicas to 2 and spec.endpoint.maxReplicas to 5"),
-    "a random seed": ({"training": {"seed": "random"}}, "training.seed",
-        "write 42, or another number of your choice: runs with the same seed are equal"),
-    "values to search": ({"training": {"learningRate": [1e-5, 2e-5]}}, "training.learningRate",
-        "write 1e-05, without the list: a job has one value here, so write a job for each"),
     "a store of another cloud": ({"dataset": {"uri": "wasbs://raw/x/*.csv"}}, "dataset.uri",
         "copy the data, and write hf://ORG/NAME, file://PATH or pvc://CLAIM/PATH: wasbs:// is not supported in this "
         "version",
     ),
     "files of Databricks": ({"dataset": {"uri": "dbfs:/rows/*.csv"}}, "dataset.uri",
-        "write file:///dbfs/rows/*.csv, the folder of Databricks' own machines; elsewhere copy the data, and name "
-        "its path",
+        "write file:///dbfs/rows/*.csv (the folder of Databricks' own machines)",
     ),
     "a claim without its scheme": (
         {"storage": {"workspace": "results"}}, "storage.workspace", "write pvc://results",
@@ -146,9 +134,11 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "version",
     ),
     "a model of Databricks": ({"model": {"uri": "dbfs:/m"}}, "model.uri",
-        "write file:///dbfs/m, the folder of Databricks' own machines; elsewhere copy the model, and name its path"),
+        "write file:///dbfs/m (the folder of Databricks' own machines)",
+    ),
     "predictions on Databricks": ({"predict": {"output": "dbfs:/x/y.jsonl"}}, "predict.output",
-        "write file:///dbfs/x/y.jsonl, the folder of Databricks' own machines"),
+        "write file:///dbfs/x/y.jsonl (the folder of Databricks' own machines)",
+    ),
     "a workspace of one machine": ({"storage": {"workspace": "./runs"}}, "storage.workspace",
         "write pvc://CLAIM/PATH: it is a path of one machine, which pods cannot write to"),
     "a folder in the home folder": ({"model": {"uri": "~/model"}}, "model.uri", "write file://~/model"),
@@ -169,12 +159,13 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "precision of DeepSpeed": (
         {"parallelism": {"strategy": "deepspeed", "deepspeedConfig": {"bf16": {"enabled": True}}}},
-        "parallelism.deepspeedConfig.bf16.enabled", "set spec.training.precision to bf16, and leave this out",
+        "parallelism.deepspeedConfig.bf16.enabled",
+        "set spec.training.precision to bf16 (instead)",
     ),
     "no precision of DeepSpeed": (
         {"parallelism": {"strategy": "deepspeed", "deepspeedConfig": {"fp16": {"enabled": False}}}},
         "parallelism.deepspeedConfig.fp16.enabled",
-        "leave it out, and set spec.training.precision only if auto is wrong",
+        "leave it out: spec.training.precision auto decides it",
     ),
     "a configuration in the name": (
         {"dataset": {"uri": "hf://nyu-mll/glue/mnli"}}, "dataset.uri",
@@ -200,8 +191,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "parts of a foreign block": (
         {"parallelism": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
         "parallelism.zero_optimization",
-        "leave it out, and move its content: stage is spec.parallelism.zeroStage: 2; offload_optimizer is "
-        "spec.parallelism.offload.optimizer: cpu",
+        "set spec.parallelism.zeroStage to 2 and spec.parallelism.offload.optimizer to cpu",
     ),
 }  # fmt: skip
 
@@ -244,10 +234,6 @@ BEHIND: dict[str, tuple[dict[str, Any], str]] = {
         {"task": "Token_Classification", "dataset": {"uri": "hf://a/b", "columns": {"text": "t"}}},
         "spec.dataset.columns.text",
     ),
-    "a list for one name": (
-        {"task": "text-generation", "dataset": {"uri": "hf://a/b", "columns": {"source": ["a", "b"], "text": "t"}}},
-        "spec.dataset.columns",
-    ),
     "a list as text": ({"evaluation": {"metrics": "accuracy, bananas"}}, "spec.evaluation.metrics"),
     "an interval": (
         {
@@ -266,13 +252,6 @@ def test_problem_behind_a_value_of_wrong_form_is_reported_at_once(case: str) -> 
     found = problems_of(spec)
     assert len(found) > 1 or "; it then " in found[path]
     assert path in found
-
-
-def test_workspace_of_kaito_is_one_problem() -> None:
-    workspace = {"apiVersion": "kaito.sh/v1beta1", "kind": "Workspace", "resource": {"count": 1}, "tuning": {}}
-    (problem,) = validate_job(workspace, LOCAL_SETTINGS)[1]
-    assert problem.rule == "this is a Workspace of KAITO, whose field names differ from those of a FineTuneJob"
-    assert "tuning.method is spec.model.adapter.method" in problem.hint
 
 
 def test_value_that_looks_like_a_credential_is_not_repeated() -> None:

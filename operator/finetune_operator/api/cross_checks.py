@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import ipaddress
-import json
 import re
 from collections.abc import Iterator, Mapping, Set
 from typing import get_args
@@ -25,6 +24,7 @@ from finetune_operator.api.allowed import allowed_problems, named_uris
 from finetune_operator.api.copied import settle, with_same
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.field_values import Path, value_at
+from finetune_operator.api.hint_values import Drop, Hint, ReplaceBy
 from finetune_operator.api.meant_uris import (
     DATA_ENDING,
     copy_hint,
@@ -94,7 +94,7 @@ def across_fields(
     """Check rules, missing support, settings and foreign vocabularies, except on fields that are faulty themselves."""
     touched = {path[:length] for path in gone for length in range(len(path) + 1)}
     missing = unsupported(spec, settings.schemes)
-    absent = {tuple(str(problem.path).split(".")[1:]) for problem in missing if problem.hint == "leave it out"}
+    absent = {tuple(str(problem.path).split(".")[1:]) for problem in missing if problem.remedy == Drop()}
     if not SOMETHING_TO_DO.holds(spec) and not _reads(SOMETHING_TO_DO, gone, touched):
         yield _broken(SOMETHING_TO_DO, spec, written)
         if spec.dataset is not None:
@@ -166,7 +166,7 @@ def _arguments(spec: FineTuneJobSpec) -> Iterator[Problem]:
         path = ("spec", "training", "arguments", found.name)
         rule, hint = _argument_texts(found, arguments[found.name])
         if (broken := _rule_against(spec, found.name, arguments[found.name])) is not None:
-            hint = f"leave it out: {broken}"
+            hint = Drop(broken)
         value = describe_value(arguments[found.name], path)
         yield Problem(format_path(path), value, rule, hint, reason=_ARGUMENT_REASONS[found.reason])
 
@@ -185,27 +185,26 @@ def _rule_against(spec: FineTuneJobSpec, argument: str, given: JsonValue) -> str
     return None
 
 
-def _argument_texts(found: ArgumentProblem, given: JsonValue) -> tuple[str, str]:
+def _argument_texts(found: ArgumentProblem, given: JsonValue) -> tuple[str, Hint]:
     """Return rule and hint. The contract's own message is for the trainer's log: it repeats path and value."""
-    from finetune_operator.api.hints import owned_key
-    from finetune_operator.api.name_hints import argument_name
+    from finetune_operator.api.hints.unknown_names import argument
 
     match found.reason:
         case "UnknownArgument":
-            hint = argument_name(found.name, given) or found.hint.rstrip(".")
-            return "transformers.TrainingArguments has no such field", hint
+            return "transformers.TrainingArguments has no such field", argument(found.name, given) or found.hint.rstrip(
+                "."
+            )
         case "OwnedByPlan":
             field = OWNED_BY_PLAN[found.name]
-            return f"is set by spec.{field}", argument_name(found.name, given) or owned_key(field, given)
+            return f"is set by spec.{field}", argument(found.name, given, field) or Drop()
         case "FixedByTrainer":
-            hint = argument_name(found.name, given) or "leave it out"
-            return "has no effect: the trainer handles this itself", hint
+            return "has no effect: the trainer handles this itself", argument(found.name, given) or Drop()
         case "WrongType":
             kinds = [_KINDS.get(kind, kind) for kind in known_arguments()[found.name] if kind != "null"]
             return f"must be {' or '.join(kinds)}", "change it; write numbers and booleans without quotes"
         case "UnknownTracker":
             named = [each for each in get_args(Tracker) if isinstance(given, list) and each in given]
-            hint = f"write {json.dumps(named)}" if named else found.hint.rstrip(".")
+            hint = ReplaceBy(list(named)) if named else found.hint.rstrip(".")
             return f"must be one or a list of {', '.join(get_args(Tracker))}", hint
         case "UnknownSampling":
             return f"must be one of {', '.join(get_args(Sampling))}", "leave it out for the default of the task"
@@ -266,7 +265,7 @@ def _split_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
                 yield Problem(f"spec.{block}.splits.{role}", describe_value(name), *fault)
 
 
-def _hub_split(role: str, name: str) -> tuple[str, str] | None:
+def _hub_split(role: str, name: str) -> tuple[str, Hint] | None:
     """Return rule and hint for a name that `datasets` reads neither as a split nor as a slice of one."""
     share = _SHARE.fullmatch(name)
     if share is None and all(_HUB_SPLIT.fullmatch(part) for part in re.split(r"\s*\+\s*", name)):
@@ -280,7 +279,7 @@ def _hub_split(role: str, name: str) -> tuple[str, str] | None:
     return rule, f"write train[{100 - percent}%:], and train[:{100 - percent}%] for spec.dataset.splits.train"
 
 
-def _file_split(role: str, name: str, uri: str) -> tuple[str, str] | None:
+def _file_split(role: str, name: str, uri: str) -> tuple[str, Hint] | None:
     """Return the rule and the hint for a name that is not a file's name without its ending."""
     if _SHARE.fullmatch(name) or _SLICE.search(name):
         rule = "is a fraction of rows, and a split of files is a file name without its extension"
@@ -288,7 +287,7 @@ def _file_split(role: str, name: str, uri: str) -> tuple[str, str] | None:
     stem = DATA_ENDING.sub("", name.rpartition("/")[2])
     if stem == name or not stem:
         return None
-    return "is a split of files, which is a file name without folder and extension", f"write {stem}"
+    return "is a split of files, which is a file name without folder and extension", ReplaceBy(stem)
 
 
 def _mounted_paths(spec: FineTuneJobSpec, settings: Settings, written: JsonValue) -> Iterator[Problem]:
@@ -308,8 +307,8 @@ def _settings(spec: FineTuneJobSpec, settings: Settings, written: JsonValue) -> 
         if scheme in settings.schemes or scheme not in served_schemes(field, None):
             continue  # `unsupported` refuses the others
         local = scheme in ("file", "pkg")
-        hint = copy_hint(path, [f"{each}://" for each in served_schemes(field, settings.schemes)])
-        hint += "; or run the job with finetune run" * local
+        hint: Hint = copy_hint(path, [f"{each}://" for each in served_schemes(field, settings.schemes)])
+        hint = f"{hint}; or run the job with finetune run" if local else hint
         if scheme == "file" and "pvc" in settings.schemes and (claim := on_claim(uri, written)) is not None:
             hint = in_claim(claim)
         rule = one_machine(path) if local else f"{scheme}:// is not allowed here"

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from pydantic import JsonValue
 
 from finetune_operator.api.deepspeed_keys import KNOWN_KEYS, OPEN_SECTIONS
+from finetune_operator.api.hint_values import Drop, Rename
 from finetune_operator.api.problems import Problem, describe_value, format_path
 
 OWNED_KEYS: Mapping[tuple[str, ...], str] = {
@@ -54,14 +55,12 @@ def _problems(values: Mapping[str, JsonValue], parents: tuple[str, ...]) -> Iter
         where, shown = format_path(full), describe_value(value, full)
         known_keys = KNOWN_KEYS.get(parents)
         if path in OWNED_KEYS:
-            from finetune_operator.api.hints import owned_key
+            from finetune_operator.api.hints.unknown_names import owned
 
             field = OWNED_KEYS[path]
-            hint = owned_key(field, value)
+            hint = owned(field, value)
             if path in _SWITCHES and isinstance(value, bool):
-                hint = (
-                    owned_key(field, path[0]) if value else f"leave it out, and set spec.{field} only if auto is wrong"
-                )
+                hint = owned(field, path[0]) if value else Drop("spec.training.precision auto decides it")
             yield Problem(where, shown, f"is set by spec.{field}", hint, reason="Forbidden")
         elif known_keys is not None and key not in known_keys:
             near = _nearest(key, known_keys)
@@ -69,7 +68,7 @@ def _problems(values: Mapping[str, JsonValue], parents: tuple[str, ...]) -> Iter
                 where,
                 shown,
                 "is not a DeepSpeed key, so that DeepSpeed would ignore it",
-                f"did you mean {near}?" if near else "leave it out",
+                Rename(near) if near else Drop(),
                 reason="Unknown",
             )
         elif isinstance(value, dict) and (path in KNOWN_KEYS or path[0] in OPEN_SECTIONS):

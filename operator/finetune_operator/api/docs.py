@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 
+from pydantic import JsonValue
+
 from finetune_contract.arguments import FREE, OWNED_BY_PLAN, known_arguments
 from finetune_operator.api.copied import ARGUMENTS, COPIED, SAME, Copied
-from finetune_operator.api.foreign_names import NAMES
-from finetune_operator.api.foreign_rows import ForeignName, ForeignValue
-from finetune_operator.api.foreign_values import VALUES
-from finetune_operator.api.meant_values import scalar_text
+from finetune_operator.api.hints.foreign_table import NameRow, ValueRow, name_rows, value_rows
+from finetune_operator.api.problems import hint_text
 from finetune_operator.api.rules import RULES
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.shapes import Fields, Items, Shape, sentence, shape_of, spec_shape, status_shape
@@ -104,13 +104,13 @@ def names_reference() -> str:
         "",
         "| Name | Used by | Write | Note |",
         "|---|---|---|---|",
-        *(_name_row(row) for row in NAMES),
+        *(_name_row(row) for row in name_rows()),
         "",
         "## Values",
         "",
         "| Field | Value | Used by | Write | Note |",
         "|---|---|---|---|---|",
-        *(_value_row(row) for row in VALUES),
+        *(_value_row(row) for row in value_rows()),
         "",
         "A quantity of memory is `16Gi` (powers of 1024) or `16G` (powers of 1000), not `16 GB`.",
         "",
@@ -147,17 +147,22 @@ def _training_arguments() -> Iterator[str]:
     yield f"{_codes(rest)}."
 
 
-def _name_row(row: ForeignName) -> str:
+def _name_row(row: NameRow) -> str:
     place = f", in {' or '.join(name for name in row.under if name)}" if any(row.under) else ""
-    written = "" if row.field is None else f"`{row.field}`"
-    written += "" if row.value is None else f": `{scalar_text(row.value)}`"
-    return f"| {_codes(row.names)}{place} | {row.tools} | {written} | {_cell(row.hint)} |"
+    written = f"`{row.field}`" if row.field else ""
+    written += "" if row.value is None else f": `{_scalar(row.value)}`"
+    note = row.note if row.field else hint_text(row.answer, "")
+    return f"| {_codes(row.names)}{place} | {row.tools} | {written} | {_cell(note)} |"
 
 
-def _value_row(row: ForeignValue) -> str:
-    written = ", ".join(f"`{field}: {scalar_text(value)}`" for field, value in row.instead.items())
-    names = _codes(scalar_text(name) for name in row.names)
-    return f"| `{row.field}` | {names} | {row.tools} | {written} | {_cell(row.hint)} |"
+def _value_row(row: ValueRow) -> str:
+    written = ", ".join(f"`{field}: {_scalar(value)}`" for field, value in row.sets.items())
+    note = row.note if row.sets else hint_text(row.answer, row.field)
+    return f"| `{row.field}` | {_codes(map(_scalar, row.values))} | {row.tools} | {written} | {_cell(note)} |"
+
+
+def _scalar(value: JsonValue) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _copied_row(row: Copied) -> str:

@@ -15,8 +15,9 @@ from functools import cache
 from pydantic import JsonValue
 
 from finetune_operator.api.crd import Schema, crd
-from finetune_operator.api.foreign_names import find_name
-from finetune_operator.api.name_index import place_of
+from finetune_operator.api.field_names import plain
+from finetune_operator.api.hints.foreign_table import find_name
+from finetune_operator.api.hints.own_fields import free_arguments, namesakes
 from finetune_operator.api.types import API_VERSION, GROUP, KIND, PLURAL, SHORT_NAME, SINGULAR, VERSION
 
 WIDTH = 80
@@ -137,8 +138,11 @@ def _not_found(parent: Field, name: str, parents: list[str], top: set[str]) -> s
         suggestion = near[0] if near[0] not in names else ".".join([*parents, near[0]])
         return f"there is no field {path}; did you mean {suggestion}?"
     row = find_name(name, parents[-1] if parents else "")
-    elsewhere = place_of(name, parents) or (row.field if row is not None else None)
-    if elsewhere is not None:
+    places = namesakes((*parents, name))
+    argument = free_arguments().get(plain(name))
+    elsewhere = places[0] if len(places) == 1 else f"spec.training.arguments.{argument}" if argument else ""
+    elsewhere = elsewhere or (row.field if row is not None else "")
+    if elsewhere:
         return f"there is no field {path}; did you mean {elsewhere}?"
     if not names:
         article = "an" if parent.type[0] in "aio" else "a"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pydantic import JsonValue
 
 from finetune_contract.hub import is_hub_name
+from finetune_operator.api.hint_values import Drop, Hint, ReplaceBy, SetTo
 from finetune_operator.api.problems import holds_secret, is_secret_name
 from finetune_operator.api.shapes import Shape, Text
 from finetune_operator.api.types import URI_PATTERN
@@ -39,26 +40,21 @@ def on_hub(data: JsonValue) -> bool:
     return uri is not None and uri.startswith("hf://")
 
 
-def rows_in_files(role: str, data: JsonValue) -> str:
+def rows_in_files(role: str, data: JsonValue) -> Drop:
     """Return the hint for a fraction of rows in place of a split's file; `data`: the URI of the data.
 
     Files have no slices: rows are held out by writing them to files that are named as the splits.
     """
-    uri = as_uri(data) or data
-    ending = DATA_ENDING.search(uri) if isinstance(uri, str) else None
-    example = (
-        f", e.g. {uri[: ending.start()]}" if isinstance(uri, str) and ending is not None and "*" not in uri else ""
-    )
+    ending = DATA_ENDING.search(data) if isinstance(data, str) else None
     of = ending[0] if ending is not None else ".csv"
-    files = f"write the rows to train{of}, validation{of} and test{of} of a folder that spec.dataset.uri names{example}"
-    default = "5 % of train are held out; for another fraction, " if role == "validation" else ""
-    return f"leave it out: {default}{files}"
+    files = f"write the rows to train{of}, validation{of} and test{of} of a folder that spec.dataset.uri names"
+    return Drop(f"5 % of train are held out; for another fraction, {files}" if role == "validation" else files)
 
 
-def windows_path_hint(path: str) -> str:
+def windows_path_hint(path: str) -> ReplaceBy:
     """Return the hint for a path that begins with a drive of Windows."""
     rest = path[2:].replace("\\", "/")
-    return f"write file:///mnt/{path[0].lower()}{rest} for WSL, or another path of this machine"
+    return ReplaceBy(f"file:///mnt/{path[0].lower()}{rest}", "for WSL, or another path of this machine")
 
 
 def _content_at(path: str) -> str:
@@ -79,30 +75,22 @@ def one_machine(path: str) -> str:
     return "is a path of one machine, which pods cannot " + ("read" if _content_at(path) else "write to")
 
 
-def uri_hint(path: str, value: JsonValue, prefixes: Sequence[str]) -> str:
+def uri_hint(path: str, value: JsonValue, prefixes: Sequence[str]) -> Hint:
     """Return the hint for a value that is no URI, at the field of the dotted path, whose URIs begin with one of
     `prefixes`.
     """
     uri, content = as_uri(value), _content_at(path)
+    text = value if isinstance(value, str) else ""
     if uri is not None and uri.startswith(tuple(prefixes)):
-        on_databricks = isinstance(value, str) and value.lower().startswith("dbfs:")
-        elsewhere = ", the folder of Databricks' own machines"
-        elsewhere += f"; elsewhere copy the {content}, and name its path" if content else ""
-        return f"write {uri}{elsewhere * on_databricks}"
-    if isinstance(value, str) and _TABLE.fullmatch(value):
-        places = " or ".join(
-            f"{prefix}PATH" if prefix == "file://" else f"{prefix}CLAIM/PATH"
-            for prefix in prefixes
-            if prefix in ("file://", "pvc://")
-        )
-        return f"export the table to files, and write {places}" if places else "export the table to the Hub"
-    if isinstance(value, str) and re.match(r"[A-Za-z]:[\\/]", value):
-        return windows_path_hint(value)
-    if isinstance(value, str) and (claim := re.fullmatch(r"pvc:/?([^/:].*)", value)) and "pvc://" in prefixes:
-        return f"write pvc://{claim[1]}"
-    if isinstance(value, str) and "pvc://" in prefixes and CLAIM.fullmatch(value):
-        return f"write pvc://{value}"
-    found = _SCHEME.match(value) if isinstance(value, str) and "/" in value else None
+        return ReplaceBy(uri, "the folder of Databricks' own machines" if text.lower().startswith("dbfs:") else "")
+    if _TABLE.fullmatch(text):
+        return f"export the table to files, and write {listed([_FORMS[each] for each in prefixes if each in _FORMS])}"
+    if re.match(r"[A-Za-z]:[\\/]", text):
+        return windows_path_hint(text)
+    claim = re.fullmatch(r"(?:pvc:/*)?(?P<name>[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:/.*)?)", text)
+    if claim is not None and "pvc://" in prefixes and ("/" not in claim["name"] or text.startswith("pvc:")):
+        return ReplaceBy(f"pvc://{claim['name']}")
+    found = _SCHEME.match(text) if "/" in text else None
     if found is not None and found["name"].lower() not in _OWN_SCHEMES:
         scheme = f"{found['name']}:{'//' * ('/' in found['slashes'])}"
         return f"{copy_hint(path, prefixes)}: {scheme} is not supported in this version"
@@ -155,35 +143,33 @@ _SITE_PATH = re.compile(r"(?P<name>[^/]+/[^/]+)/(?:tree|blob|resolve)/(?P<revisi
 """Path of a page on the Hub's site, below the name of a repository."""
 
 
-def hub_name_hint(path: str, name: str) -> str:
+def hub_name_hint(path: str, name: str) -> Hint:
     """Return the hint for `hf://NAME` that is no repository: it holds an address, a configuration or a revision."""
     data, owner = path.endswith("dataset.uri"), path.rpartition(".")[0]
 
-    def with_revision(repository: str, revision: str) -> str:
+    def with_revision(repository: str, revision: str) -> Hint:
+        uri = f"hf://{repository}"
         if revision == "main":
-            return f"write hf://{repository}"
-        return f"write hf://{repository}@{revision}" if data else (
-            f"set {path} to hf://{repository} and {owner}.revision to {revision}"
-        )  # fmt: skip
+            return ReplaceBy(uri)
+        return ReplaceBy(f"{uri}@{revision}") if data else SetTo({path: uri, f"{owner}.revision": revision})
 
     plain = re.sub("/{2,}", "/", re.sub(r"\?(?!revision=).*", "", name)).strip("/").removesuffix(".git")
     for prefix in ("models/", "datasets/"):
         plain = plain.removeprefix(prefix) if plain.count("/") > 1 else plain
     for nearest in (as_uri(name.rstrip("/")), as_uri(plain)):
         if nearest and nearest.startswith("hf://"):
-            return f"write {nearest}"
+            return ReplaceBy(nearest)
     if (page := _SITE_PATH.fullmatch(plain)) is not None and is_hub_name(page["name"]):
         return with_revision(page["name"], page["revision"])
     if found := _REVISION.fullmatch(plain):
         repository, revision = found[1].rstrip("/"), found[2] or found[3]
         if is_hub_name(repository):
             return with_revision(repository, revision)
-    named, _, config = plain.partition(":")
-    if data and config and is_hub_name(named):
-        return f"set {path} to hf://{named} and {owner}.config to {config}"
-    *repository_parts, last = plain.split("/")
-    if data and len(repository_parts) == 2 and is_hub_name("/".join(repository_parts)) and not _FILE.fullmatch(last):
-        return f"set {path} to hf://{'/'.join(repository_parts)} and {owner}.config to {last}"
+    named, mark, config = plain.partition(":")
+    if not mark and plain.count("/") > 1:
+        named, _, config = plain.rpartition("/")
+    if data and config and is_hub_name(named) and not _FILE.fullmatch(config):
+        return SetTo({path: f"hf://{named}", f"{owner}.config": config})
     return (
         "write hf://name or hf://organisation/name, each part of at most 96 letters, digits, -, _ and ., without -- "
         "and .."

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pydantic import JsonValue
 
 from finetune_operator.api.field_values import Path, value_at
+from finetune_operator.api.hint_values import Hint, ReplaceBy
 from finetune_operator.api.meant_uris import CLAIM
 
 NO_CLAIM = "CLAIM"
@@ -26,11 +27,11 @@ def on_claim(value: JsonValue, spec: JsonValue) -> str | None:
     return None
 
 
-def in_claim(uri: str) -> str:
+def in_claim(uri: str) -> Hint:
     """Return the hint for a path whose URI is that of `on_claim`."""
     if uri.startswith(f"pvc://{NO_CLAIM}"):
         return f"name a claim with the data, as {uri}: pods mount it themselves"
-    return f"write {uri}, the claim and the path in it: pods mount it themselves"
+    return ReplaceBy(uri, "the claim and the path in it: pods mount it themselves")
 
 
 def _mounted_claims(spec: JsonValue) -> Iterator[tuple[str, str]]:

@@ -8,8 +8,12 @@ is never kept: a problem may end up in a terminal, a CI log or the status of an 
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
+
+from pydantic import JsonValue
+
+from finetune_operator.api.hint_values import Drop, Hint, Move, Rename, ReplaceBy, SetTo
 
 PathPart = str | int
 """One step into a document: a field name, or a position in a list (from 0)."""
@@ -73,13 +77,20 @@ class Problem:
     """Short form of the offending value from `describe_value`; None if there is none to show."""
     rule: str
     """Rule that must hold, as a sentence without its full stop."""
-    hint: str
-    """Hint at the solution, as a sentence without its full stop."""
+    remedy: Hint
+    """Change of the document that solves it, or advice as a sentence without its full stop."""
     line: int | None = None
     """Line of the file, from 1; None when the problem does not come from a file."""
     column: int | None = None
     """Column of that line in characters, from 1; None as for `line`."""
     reason: Reason = "Invalid"
+    follows: str = ""
+    """Rules that the value of the remedy breaks, with their hints, to follow its text."""
+
+    @property
+    def hint(self) -> str:
+        """Hint at the solution, as a sentence without its full stop."""
+        return hint_text(self.remedy, self.path) + self.follows
 
 
 def holds_secret(text: str) -> bool:
@@ -116,8 +127,17 @@ def format_path(path: Sequence[PathPart]) -> str:
 
 def any_of(choices: Sequence[object]) -> str:
     """Return `choices` as text: `a, b or c`."""
-    texts = [str(choice) for choice in choices]
-    return " or ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
+    return _joined(choices, " or ")
+
+
+def all_of(parts: Sequence[object]) -> str:
+    """Return `parts` as text: `a, b and c`."""
+    return _joined(parts, " and ")
+
+
+def _joined(parts: Sequence[object], last: str) -> str:
+    texts = [str(part) for part in parts]
+    return last.join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
 
 
 def describe_value(value: object, path: Sequence[PathPart] = (), limit: int = 60) -> str:
@@ -142,3 +162,56 @@ def describe_value(value: object, path: Sequence[PathPart] = (), limit: int = 60
         case _:
             text = str(value)
             return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+_NOT_TEXT = re.compile(r"[-+]?[\d.][\d.:_]*(?:e[-+]?\d+)?|y|n|yes|no|on|off|true|false|null", re.IGNORECASE)
+"""Text that a reader of YAML takes for a number, a boolean or nothing."""
+
+
+def shown_value(value: JsonValue, field: str = "") -> str:
+    """Return a value for the field at the dotted path as YAML in one line; credentials are hidden."""
+    match value:
+        case dict():
+            parts = (f"{shown_value(name)}: {shown_value(inner, name)}" for name, inner in value.items())
+            return presentable(f"{{{', '.join(parts)}}}")
+        case list():
+            return presentable(f"[{', '.join(map(shown_value, value))}]")
+    shown = describe_value(value, field.split("."), limit=200)
+    plain = isinstance(value, str) and re.fullmatch(r"[\w./][\w./:@*%~+-]*", value) and not _NOT_TEXT.fullmatch(value)
+    return shown[1:-1] if plain else shown
+
+
+def hint_text(hint: Hint, path: str) -> str:
+    """Return a hint for the field at the dotted `path` as a sentence without its full stop."""
+    match hint:
+        case Rename(name, note):
+            return f"did you mean {name}?{aside(note)}"
+        case Move(places):
+            parents = [place.rpartition(".")[0] for place in places]
+            if not all(parents):
+                return "move it to the top level of the document, next to kind"
+            name = places[0].rpartition(".")[2]
+            return f"move it below {any_of(parents)}{'' if path.rpartition('.')[2] == name else f', as {name}'}"
+        case SetTo(fields, note):
+            steps = [f"{field} to {shown_value(value, field)}" for field, value in fields.items()]
+            return presentable(f"set {all_of(steps)}{aside(note)}")
+        case Drop(reason):
+            return presentable(f"leave it out: {reason}" if reason else "leave it out")
+        case ReplaceBy(value, note, words):
+            return presentable((words or f"write {shown_value(value, path)}") + aside(note))
+    return hint
+
+
+def aside(note: str) -> str:
+    """Return a note as it follows a hint."""
+    return "" if not note else f", {note}" if note.startswith("which ") else f" ({note})"
+
+
+def hint_data(problem: Problem) -> dict[str, JsonValue] | None:
+    """Return the remedy of a problem for programs: its kind and its parts. None: it is advice to a person, or holds a
+    value that is not shown.
+    """
+    if isinstance(problem.remedy, str) or HIDDEN in problem.hint or CUT in problem.hint:
+        return None
+    parts = {name: value for name, value in asdict(problem.remedy).items() if value not in ("", None)}
+    return {"kind": type(problem.remedy).__name__, **parts}

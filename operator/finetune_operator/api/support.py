@@ -14,7 +14,8 @@ from typing import get_args
 
 from pydantic import BaseModel, JsonValue
 
-from finetune_operator.api.problems import Problem, any_of, describe_value
+from finetune_operator.api.hint_values import Drop, Hint
+from finetune_operator.api.problems import Problem, any_of, describe_value, hint_text
 from finetune_operator.api.shapes import Fields, Items, Shape, find, spec_shape
 from finetune_operator.api.types import FineTuneJobSpec, Scheme
 from finetune_operator.api.types.field_types import Supported
@@ -34,9 +35,13 @@ class Row:
     @property
     def works(self) -> str:
         """Supported values, as a sentence for documentation."""
-        return f"use {', '.join(f'{scheme}://' for scheme in self.schemes)}" if self.schemes else self.hint(())
+        return f"use {', '.join(f'{scheme}://' for scheme in self.schemes)}" if self.schemes else self.text(())
 
-    def hint(self, schemes: Sequence[str]) -> str:
+    def text(self, schemes: Sequence[str]) -> str:
+        """Return the hint as text."""
+        return hint_text(self.hint(schemes), self.path)
+
+    def hint(self, schemes: Sequence[str]) -> Hint:
         """Return the hint with the supported values, if these schemes may be used."""
         if self.schemes:
             from finetune_operator.api.meant_uris import copy_hint  # only a problem needs it
@@ -44,7 +49,7 @@ class Row:
             return copy_hint(self.path, [f"{scheme}://" for scheme in schemes])
         if self.values:
             return f"use {any_of(self.values)}"
-        return "leave it out"
+        return Drop()
 
 
 def _marked(model: type[BaseModel], above: str = "") -> Iterator[Row]:
@@ -77,7 +82,7 @@ def admission_rules() -> Iterator[Mapping[str, str]]:
         listed = next((at for at, part in _shapes_to(row.path) if isinstance(part.body, Items)), row.path)
         yield {
             "rule": _cel(spec_shape(), "self", row.path.split("."), row),
-            "message": f"{row.path} {_RULE}: {row.hint(row.schemes)}",
+            "message": f"{row.path} {_RULE}: {row.text(row.schemes)}",
             "fieldPath": f".{listed}",
         }
 

@@ -22,6 +22,7 @@ from finetune_operator.api.cross_checks import across_fields
 from finetune_operator.api.field_names import DOCUMENT, plain, spec_fields
 from finetune_operator.api.field_values import Path
 from finetune_operator.api.fields import read_fields, without_nulls
+from finetune_operator.api.hint_values import Hint, ReplaceBy, SetTo
 from finetune_operator.api.notices import notices
 from finetune_operator.api.problems import (
     HIDDEN,
@@ -81,7 +82,7 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
         dashes = ", without the dashes" if isinstance(spec_value, list) else ""
         hint = f"write its fields below it{dashes}"
         problems.append(Problem("spec", describe_value(spec_value), "must be an object", hint))
-        from finetune_operator.api.meant_values import unwrapped
+        from finetune_operator.api.hints.wrong_values import unwrapped
 
         spec_value = unwrapped(spec_value)
         if not isinstance(spec_value, dict):
@@ -176,7 +177,7 @@ def _of_another_tool(value: Mapping[str, JsonValue]) -> Problem | None:
     spec = value.get("spec")
     if value.keys() <= set(DOCUMENT) and not (isinstance(spec, dict) and spec.keys() - set(spec_fields())):
         return None
-    from finetune_operator.api.foreign_files import recognise
+    from finetune_operator.api.hints.other_tools import recognise
 
     return recognise(value)
 
@@ -185,9 +186,9 @@ def _unknown_fields(value: Mapping[str, JsonValue], path: Path, known: Sequence[
     """Yield the problems of fields of the document, or of its metadata, that are not `known`."""
     unknown = [name for name in value if name not in known]
     if unknown:
-        from finetune_operator.api.field_faults import unknown_field
+        from finetune_operator.api.hints.faults import unknown_field
 
-        yield from (unknown_field((*path, name), value[name], known, of_job=True) for name in unknown)
+        yield from (unknown_field((*path, name), value[name], known) for name in unknown)
 
 
 def _frame(value: Mapping[str, JsonValue]) -> Iterator[Problem]:
@@ -303,31 +304,41 @@ def _merge_followups(problems: Sequence[Problem], placed: Set[Path]) -> list[Pro
     for problem in problems:
         if problem.path in paths and problem.path in at:
             first = joined[at[problem.path]]
-            follows = f"{first.hint}; it then {problem.rule}: {problem.hint}"
-            joined[at[problem.path]] = replace(first, hint=follows)
+            follows = f"{first.follows}; it then {problem.rule}: {problem.hint}"
+            joined[at[problem.path]] = replace(first, follows=follows)
         else:
             at.setdefault(problem.path, len(joined))
             joined.append(problem)
     return joined
 
 
-_METHOD = re.compile(r"(spec\.model\.adapter\.method(?: to|:)) lora\b")
+_METHOD = "spec.model.adapter.method"
 
 
 def _one_method(problems: list[Problem]) -> list[Problem]:
     """Name qlora in all hints if one of them does: LoRA over weights in 4 bits is one method, set in several names."""
-    if not any(re.search(r"adapter\.method(?: to|:) qlora\b", problem.hint) for problem in problems):
+    remedies = [problem.remedy for problem in problems]
+    if not any(isinstance(each, SetTo) and each.fields.get(_METHOD) == "qlora" for each in remedies):
         return problems
-    return [replace(problem, hint=_METHOD.sub(r"\1 qlora", problem.hint)) for problem in problems]
+    return [replace(problem, remedy=_with_qlora(problem.remedy)) for problem in problems]
+
+
+def _with_qlora(hint: Hint) -> Hint:
+    match hint:
+        case SetTo(fields) if fields.get(_METHOD) == "lora":
+            return replace(hint, fields={**fields, _METHOD: "qlora"})
+        case ReplaceBy({"method": "lora"}):
+            return replace(hint, value={"method": "qlora"})
+    return hint
 
 
 def _one_per_field(problems: list[Problem]) -> list[Problem]:
     """Keep only the first problem of a field that is not supported yet; other fields keep all of theirs."""
     first: dict[str, Problem] = {}
-    kept: dict[Problem, None] = {}
+    kept: list[Problem] = []
     for problem in problems:
         earlier = first.setdefault(problem.path, problem)
         repeats = earlier is not problem and (problem.reason == "NotYetSupported" or earlier.value == HIDDEN)
-        if not repeats:
-            kept[problem] = None
-    return list(kept)
+        if not repeats and problem not in kept:
+            kept.append(problem)
+    return kept

@@ -124,6 +124,8 @@ def report(problems: Sequence[tuple[str, Problem]]) -> None:
 
 def problem_data(source: str, problem: Problem) -> dict[str, Any]:
     """Return a problem for `-o json`."""
+    from finetune_operator.api.problems import hint_data
+
     return {
         "file": source,
         "line": problem.line,
@@ -132,6 +134,7 @@ def problem_data(source: str, problem: Problem) -> dict[str, Any]:
         "value": problem.value,
         "rule": problem.rule,
         "wayOut": problem.hint,
+        "change": hint_data(problem),
         "reason": problem.reason,
     }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -83,7 +83,7 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
             end = None if following is None else following.line
             ignored = foreign(document.value)
             if ignored is not None:
-                from finetune_operator.api.foreign_files import workload
+                from finetune_operator.api.hints.other_tools import workload
 
                 program = workload(document.value)
                 if program is not None:
@@ -152,9 +152,7 @@ def located(document: Document, problem: Problem) -> Problem:
     if problem.line is not None:
         return problem
     position = _position(document, problem.path)
-    return Problem(
-        problem.path, problem.value, problem.rule, problem.hint, position.line, position.column, problem.reason
-    )
+    return replace(problem, line=position.line, column=position.column)
 
 
 def _position(document: Document, written: str) -> Position:

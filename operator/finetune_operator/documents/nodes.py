@@ -88,7 +88,7 @@ class RefusedError(Exception):
             path="",
             value=None,
             rule=rule,
-            hint=hint,
+            remedy=hint,
             line=position.line,
             column=position.column,
             reason=reason,

@@ -197,7 +197,7 @@ class ValueReader:
             path=format_path(path),
             value=None if text is None else describe_value(text, path),
             rule=rule,
-            hint=hint,
+            remedy=hint,
             line=position.line,
             column=position.column,
             reason=reason,

@@ -88,9 +88,9 @@ def _column_advice(spec: FineTuneJobSpec, column: str, tasks: tuple[Task, ...], 
             "set spec.task to text-generation, and name the columns source and target: question-answering extracts "
             "the answer from a column context"
         )
-    from finetune_operator.api.meant_columns import column_of
+    from finetune_operator.api.hints.foreign_table import column_called
 
-    own = column_of(spec.task, column)
+    own = column_called(spec.task, column)
     if own is not None and own not in given and own != column:
         name = describe_value(given[column], (column,)).strip('"')
         return (
