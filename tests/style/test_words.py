@@ -45,7 +45,7 @@ LONGEST_MESSAGE = 240
 """Characters of a message without the values in it: two lines of a wide terminal."""
 LONGER = (
     "api/types/", "api/settings.py", "api/settings_allow.py", "api/settings_nodes.py", "api/network_types.py",
-    "api/pod_types.py", "api/foreign_files.py",
+    "api/pod_types.py", "api/hints/other_tools.py",
 )  # fmt: skip
 """Files with descriptions of fields, which a page of reference shows, and with other tools' whole files translated."""
 CODE = re.compile(r"\bself\.|[=!]=|\{\{|<[a-z/]")

@@ -49,7 +49,7 @@ def test_marks_are_found_at_every_depth() -> None:
 def test_api_server_has_a_rule_for_each_mark_with_the_same_sentence() -> None:
     spec = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     messages = {rule["message"] for rule in spec["x-kubernetes-validations"]}
-    assert {f"{row.path} is not supported in this version: {row.hint(row.schemes)}" for row in ROWS} <= messages
+    assert {f"{row.path} is not supported in this version: {row.text(row.schemes)}" for row in ROWS} <= messages
 
 
 def test_defaults_need_nothing_that_is_missing() -> None:

@@ -454,7 +454,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
     "wrong-types": [
         ("spec.training.epochs", "Invalid", "without quotes"),
         ("spec.training.microBatchSize", "Invalid", "must be auto or an integer of at least 1"),
-        ("spec.training.scheduler", "NotSupported", "did you mean cosine?"),
+        ("spec.training.scheduler", "NotSupported", "write cosine"),
         ("spec.training.seed", "Invalid", "must be an integer of at least 0"),
         ("spec.training.earlyStopping", "Invalid", "must be an object with the fields metric, patience"),
         ("spec.resources.processesPerNode", "Invalid", "must be auto or an integer from 1 to 1024"),

@@ -20,12 +20,14 @@ import finetune_contract
 import finetune_operator
 import finetune_trainer
 from each_case import each_case, pairs_of
-from finetune_operator.api import deepspeed_overrides, support, template, validation
+from finetune_operator.api import deepspeed_overrides, problems, support, template, validation
 from finetune_operator.api.field_names import plain
-from finetune_operator.api.hints import faults, other_tools
+from finetune_operator.api.hint_values import Drop, Hint, Move, Rename, ReplaceBy, SetTo
+from finetune_operator.api.hints import faulty_fields, other_tools
 from finetune_operator.api.hints.foreign_table import NameRow, ValueRow, find_name, find_value, name_rows, value_rows
+from finetune_operator.api.hints.own_fields import fields_by_name
 from finetune_operator.api.meant_uris import as_uri
-from finetune_operator.api.problems import Problem, format_path
+from finetune_operator.api.problems import Problem, format_path, hint_data, hint_text
 from finetune_operator.api.rules import RULES
 from finetune_operator.api.rules.column_rules import COLUMN_TASKS
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
@@ -241,14 +243,25 @@ def test_a_name_is_in_the_table_once_for_each_place() -> None:
                 assert seen.setdefault(key, row) == row, key
 
 
-def test_the_table_has_no_name_that_is_a_field_where_it_stands() -> None:
+OTHER_MEANING = frozenset({
+    "annotations", "dataset", "engine", "every", "format", "image", "labels", "output", "revision", "schedule",
+    "server", "spec", "steps", "strategy", "template",
+})  # fmt: skip
+"""Fields whose name means something else in some objects, where a row says so."""
+
+
+def test_no_row_denies_a_setting_that_exists() -> None:
+    """A new field is answered by its place, in any spelling; a row that still denies its name is found here."""
+    fields = fields_by_name()
+    denied = {name: row for row in name_rows() if not row.field for name in row.names if plain(name) in fields}
+    assert {name for name, row in denied.items() if not row.under} == set()
+    assert denied.keys() == OTHER_MEANING
     for row in name_rows():
         for parent in row.under:
-            places = [path for path in leaves(spec_shape()) if path.split(".")[-2:-1] == [parent]]
-            own = {path.split(".")[-1] for path in places}
-            body = spec_shape().body
-            own |= set(body.fields) if parent == "spec" and isinstance(body, Fields) else set()
-            assert own & set(row.names) == set()
+            places = [path.split(".") for path in leaves(spec_shape())]
+            own = {steps[-1] for steps in places if steps[-2:-1] == [parent]}
+            own |= own_names("spec") if parent == "spec" else set()
+            assert set(map(plain, own)) & set(map(plain, row.names)) == set()
 
 
 PLACES = ("", "spec", "spec.training", "spec.model", "spec.resources", "spec.parallelism", "spec.dataset")
@@ -629,7 +642,7 @@ def test_token_in_a_configuration_of_another_tool_is_reported() -> None:
 
 # ------------------------------------------------------------------------------------------------------------- coverage
 
-MODULES = (validation, faults, support, template, deepspeed_overrides, other_tools)
+MODULES = (validation, faulty_fields, support, template, deepspeed_overrides, other_tools)
 
 
 def problem_lines(module: ModuleType) -> dict[int, str]:
@@ -719,6 +732,62 @@ def test_fields_named_in_any_message_exist_and_are_supported() -> None:
     assert len(named) > 80
     unknown = {name for name in named if find(spec_shape(), name.split(".")) is None or not works(name)}
     assert unknown == set(NO_FIELDS)
+
+
+# ----------------------------------------------------------------------------------------------------- hints as values
+
+TEXTS: dict[str, tuple[Hint, str, str]] = {
+    "another name": (Rename("epochs"), "did you mean epochs?", "spec.training.epoch"),
+    "another name with a note": (Rename("maxLength", "in tokens"), "did you mean maxLength? (in tokens)", "spec.a"),
+    "another place": (Move(("spec.training.epochs",)), "move it below spec.training", "spec.epochs"),
+    "another place and name": (Move(("spec.a.b",)), "move it below spec.a, as b", "spec.ab"),
+    "two places": (Move(("spec.a.b", "spec.c.b")), "move it below spec.a or spec.c", "spec.b"),
+    "the top": (Move(("kind",)), "move it to the top level of the document, next to kind", "spec.kind"),
+    "other fields": (SetTo({"spec.a": 1, "spec.b": "x"}, "which is fast"),
+        "set spec.a to 1 and spec.b to x, which is fast", "spec.c"),
+    "three fields": (SetTo({"spec.a": 1, "spec.b": [2], "spec.c": {"d": "3"}}),
+        'set spec.a to 1, spec.b to [2] and spec.c to {d: "3"}', "spec.e"),
+    "none": (Drop(), "leave it out", "spec.a"),
+    "none, with the reason": (Drop("it is the default"), "leave it out: it is the default", "spec.a"),
+    "another value": (ReplaceBy("yes"), 'write "yes"', "spec.a"),
+    "a long value": (ReplaceBy({"a": 1}, words="write its one item without the list"),
+        "write its one item without the list", "spec.a"),
+    "a credential": (SetTo({"spec.a": "hf_" + "a" * 34}), "set spec.a to (hidden)", "spec.b"),
+    "advice": ("remove one of the two", "remove one of the two", "spec.a"),
+}  # fmt: skip
+
+
+@each_case("case", TEXTS)
+def test_hint_is_written_as_text(case: str) -> None:
+    hint, text, path = TEXTS[case]
+    assert hint_text(hint, path) == text
+
+
+def test_change_of_a_hint_is_data_for_programs() -> None:
+    spec = {"training": {"num_train_epochs": 3, "epochs": "x"}, "resources": {"gpus": "2x H100"}, "modelname": 1}
+    changes = {problem.path: hint_data(problem) for problem in problems_of(job(**spec))}
+    assert changes == {
+        "spec.training.num_train_epochs": {"kind": "Drop", "reason": 'spec.training.epochs is already "x"; or replace '
+                                           "that value"},
+        "spec.training.epochs": None,
+        "spec.resources.gpus": {"kind": "SetTo", "fields": {"spec.resources.accelerator.product": "H100",
+                                                            "spec.resources.gpusPerNode": 2}},
+        "spec.modelname": None,
+    }  # fmt: skip
+    token = Problem("spec.a", None, "", SetTo({"spec.b": "hf_" + "a" * 34}))
+    assert hint_data(token) is None
+
+
+def test_no_code_reads_the_text_of_a_hint() -> None:
+    """The words of a hint may change: what follows from it, such as the second error of a job, does not."""
+    spec = {"training": {"learning_rat": 2e-5, "Epochs": 0}, "parallelism": "zero3"}
+    found = [(problem.path, type(problem.remedy)) for problem in problems_of(job(**spec))]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(problems, "hint_text", lambda hint, path: "")
+        patched.setattr(problems, "presentable", lambda hint: "")
+        reworded = problems_of(job(**spec))
+    assert [(problem.path, type(problem.remedy)) for problem in reworded] == found
+    assert ("spec.training.epochs", str) in found or ("spec.training.epochs", ReplaceBy) in found
 
 
 # ------------------------------------------------------------------------------------------------- problems that follow

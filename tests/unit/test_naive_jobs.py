@@ -23,7 +23,7 @@ ROUNDS = 3
 
 
 def messages(name: str) -> str:
-    inputs = read_inputs([JOBS / name], LOCAL_SETTINGS)
+    inputs = read_inputs([str(JOBS / name)], LOCAL_SETTINGS)
     problems = [f"{each.path}: {each.value}: {each.rule}. {each.hint}" for _, each in inputs.problems]
     return "\n".join([name, *(f"  {line}" for line in (*inputs.notes, *problems))]).replace(f"{JOBS}/", "")
 

@@ -166,7 +166,7 @@ FIELD = "spec.parallelism.deepspeedConfig"
             (
                 f"{FIELD}.train_batch_size",
                 "is set by spec.training.globalBatchSize",
-                "set spec.training.globalBatchSize to 128, and leave this out",
+                "set spec.training.globalBatchSize to 128 (instead)",
             ),
             id="a number that the spec has",
         ),
@@ -175,7 +175,7 @@ FIELD = "spec.parallelism.deepspeedConfig"
             (
                 f"{FIELD}.zero_optimization.offload_optimizer.device",
                 "is set by spec.parallelism.offload.optimizer",
-                "set spec.parallelism.offload.optimizer to cpu, and leave this out",
+                "set spec.parallelism.offload.optimizer to cpu (instead)",
             ),
             id="a choice that the spec has, two levels down",
         ),

@@ -1,7 +1,7 @@
 """Check of one object against its model, field by field, with messages in the API's terms.
 
-pydantic finds the faults. What is written about them, and what can be read without them, is `hints.faults`, which is
-imported for an object with faults only: its tables of hints take as long as the check of a job.
+pydantic finds the faults. What is written about them, and what can be read without them, is `hints.faulty_fields`,
+which is imported for an object with faults only: its tables of hints take as long as the check of a job.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read_fields(
     try:
         return Read(read_json(model, value), ())
     except ValidationError:
-        from finetune_operator.api.hints.faults import read_faulty
+        from finetune_operator.api.hints.faulty_fields import read_faulty
 
         return read_faulty(model, shape_of_model(), value, prefix, placeholders or {}, schemes)
 

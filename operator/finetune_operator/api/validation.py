@@ -186,7 +186,7 @@ def _unknown_fields(value: Mapping[str, JsonValue], path: Path, known: Sequence[
     """Yield the problems of fields of the document, or of its metadata, that are not `known`."""
     unknown = [name for name in value if name not in known]
     if unknown:
-        from finetune_operator.api.hints.faults import unknown_field
+        from finetune_operator.api.hints.faulty_fields import unknown_field
 
         yield from (unknown_field((*path, name), value[name], known) for name in unknown)
 

@@ -28,7 +28,7 @@ async def run(options: Options, decide: Decide) -> None:
     when the API server refuses a request that is needed to begin.
     """
     # Only jobs with faults or a template need them: the first one's validation has a time limit.
-    import finetune_operator.api.hints.faults
+    import finetune_operator.api.hints.faulty_fields
     import finetune_operator.api.template  # noqa: F401
 
     # Imported code stays: full collections, during which no probe is answered, need not inspect its 100,000 objects.
