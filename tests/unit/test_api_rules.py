@@ -1,4 +1,4 @@
-"""Rules between fields: the Python side. `tests/cluster/test_crd.py` holds the CEL against the same rows."""
+"""Rules between fields, as read here. `tests/cluster/test_crd.py` holds the API server's CEL against the same rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from each_case import each_case
-from finetune_operator.api.rules import RULES
+from finetune_operator.api.rules import RULES, cel
 from finetune_operator.api.rules.column_rules import COLUMN_TASKS
 from finetune_operator.api.rules.processes import certain_ranks, nearest_multiples
 from finetune_operator.api.shapes import find, spec_shape
@@ -74,6 +74,42 @@ def test_every_rule_names_fields_that_exist() -> None:
         for path in (rule.path, *rule.fields_read):
             assert find(spec_shape(), path.split(".")) is not None, (rule.name, path)
         assert rule.fields_read, rule.name
+
+
+def test_cel_of_every_rule_is_read_to_its_end() -> None:
+    for rule in RULES:
+        assert (rule.cel is None) != (rule.test is None), f"{rule.name} is written once"
+        cel._read(cel._TOKEN.findall(rule.cel or "true"))
+
+
+CEL = {
+    "1 + 2 * 3 == 7 && 7 % 4 == 3 && 7 / 2 == 3": True,
+    "!(1 < 2) || 2 >= 2": True,
+    "2 in [1, 2] && !('a' in ['b'])": True,
+    "false ? false : true ? 'x' == 'x' : false": True,
+    "has(self.training) && !has(self.training.script)": True,
+    "self.training.learningRate == 2e-5 && double(int('2')) == 2.0": True,
+    "self.model.uri.startsWith('hf://') && !self.model.uri.endsWith('/') && self.model.uri.contains('/')": True,
+    "'a\\n'.matches('^a$')": False,
+    "'x.y'.matches('[.]y$') && !'xzy'.matches('x\\\\.y')": True,
+    "size([1, 2]) == 2 && [1, 2].size() == 2": True,
+    "[1, 2].all(n, n > 0) && [1, 2].exists(n, n == 2) && [1, 2].exists_one(n, n > 1)": True,
+    "[1, 2, 3].filter(n, n > 1).size() == 2": True,
+    "type(self.resources.nodes) == int && type(self.parallelism.zeroStage) != int": True,
+    "-1 < 0 || self.nothing": True,
+}
+"""CEL -> its value by the specification, on `BASE`."""
+
+
+@pytest.mark.parametrize("text", CEL)
+def test_cel_has_the_value_of_the_specification(text: str) -> None:
+    assert cel.predicate(text)(laid_over({"training": {"learningRate": 2e-5}})) is CEL[text]
+
+
+@pytest.mark.parametrize("text", ["1 +", "(1", "true true", "self.task ? 1", "a ~ b"])
+def test_text_that_is_no_cel_is_refused(text: str) -> None:
+    with pytest.raises((SyntaxError, KeyError)):
+        cel.predicate(text)(laid_over({}))
 
 
 def test_hint_for_an_indivisible_batch_names_the_nearest_valid_ones() -> None:

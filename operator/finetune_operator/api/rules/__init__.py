@@ -1,8 +1,9 @@
-"""Rules across several fields of one object, each written once: as CEL for the API server, as Python for the rest.
+"""Rules across several fields of one object, each written once, in CEL.
 
-The API server refuses by the CEL at once; `finetune validate` and the operator check the Python, which can also do
-arithmetic for the hint. A test compares the two on a real API server. A rule without CEL is about a field of no fixed
-type (`auto` or a list), which CEL cannot read; `schema` holds the part of it that the schema can express.
+The API server refuses by the CEL at once; `finetune validate` and the operator read the same text with `cel`, and a
+test compares the two on a real API server. Functions in Python give the hints with a job's own numbers. A rule without
+CEL is about a field of no fixed type (`auto` or a list), which CEL cannot read: it has a test in Python, and `schema`
+holds the part of it that the schema can express.
 """
 
 from __future__ import annotations

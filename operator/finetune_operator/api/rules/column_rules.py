@@ -103,18 +103,11 @@ def _column_advice(spec: FineTuneJobSpec, column: str, tasks: tuple[Task, ...], 
 def _column_rule(column: str, tasks: tuple[Task, ...], block: str) -> Rule:
     """Return the rule that a column needs a task that reads it; `block`: `dataset` or `predict.dataset`."""
 
-    def holds(spec: FineTuneJobSpec) -> bool:
-        predicted = spec.predict.dataset if spec.predict else None
-        dataset = spec.dataset if block == "dataset" else predicted
-        given = dataset is not None and dataset.columns.model_dump(by_alias=True)[column] is not None
-        return not given or spec.task in tasks
-
     present = "has(self.predict) && has(self.predict.dataset)" if block != "dataset" else "has(self.dataset)"
     return Rule(
         name=f"{block}-{column}-is-read",
         path=f"{block}.columns.{column}",
         cel=f"!({present} && has(self.{block}.columns.{column})) || {is_one_of(tasks)}",
-        holds=holds,
         text=f"is read by {', '.join(tasks)} only",
         hint=f"leave it out, or set spec.task to {' or '.join(tasks)}",
         advice=lambda spec: _column_advice(spec, column, tasks, block),
@@ -132,14 +125,6 @@ def _forms(columns: ColumnsSpec) -> tuple[str, ...]:
 
 def _form_rule(block: str) -> Rule:
     """Return the rule that rows of text-generation have one form, and rows to predict that of the training rows."""
-
-    def holds(spec: FineTuneJobSpec) -> bool:
-        if spec.task != "text-generation":
-            return True
-        own = spec.dataset if block == "dataset" else spec.predict.dataset if spec.predict else None
-        named = () if own is None else _forms(own.columns)
-        trained = named if spec.dataset is None or block == "dataset" else _forms(spec.dataset.columns) or ("text",)
-        return len(named) < 2 and set(named) <= set(trained)
 
     def advice(spec: FineTuneJobSpec) -> str:
         own = spec.dataset if block == "dataset" else spec.predict.dataset if spec.predict else None
@@ -165,7 +150,6 @@ def _form_rule(block: str) -> Rule:
         name=f"{block}-rows-have-one-form",
         path=f"{block}.columns",
         cel=f"self.task != 'text-generation' || !({present}) || ({checked})",
-        holds=holds,
         text="mixes row formats; text-generation reads text, or source and target, or messages"
         + ("" if block == "dataset" else ", as in spec.dataset"),
         hint="name the columns of one format",
@@ -176,19 +160,12 @@ def _form_rule(block: str) -> Rule:
 
 def _labels_rule(block: str) -> Rule:
     """Return the rule that label names need a task with such labels; `block`: `dataset` or `predict.dataset`."""
-
-    def holds(spec: FineTuneJobSpec) -> bool:
-        predicted = spec.predict.dataset if spec.predict else None
-        dataset = spec.dataset if block == "dataset" else predicted
-        return dataset is None or not dataset.labels or spec.task == "text-classification"
-
     present = "has(self.predict) && has(self.predict.dataset)" if block != "dataset" else "has(self.dataset)"
     named = f"{present} && has(self.{block}.labels) && size(self.{block}.labels) > 0"
     return Rule(
         name=f"{block}-labels-are-read",
         path=f"{block}.labels",
         cel=f"!({named}) || self.task == 'text-classification'",
-        holds=holds,
         text="is read by text-classification only",
         hint="leave it out, or set spec.task to text-classification",
     )

@@ -158,11 +158,12 @@ def _table_rule(constraint: Constraint) -> Rule:
     fields = [field for choice in choices for field in FIELDS[choice]]
     if "processes_per_node" in choices:
         fields += WORLD_FIELDS
+    cel = _constraint_cel(constraint) if _CEL.keys() >= set(choices) else None
     return Rule(
         name=constraint.name,
         path=constraint.field,
-        cel=_constraint_cel(constraint) if _CEL.keys() >= set(choices) else None,
-        holds=lambda spec: constraint.holds(choices_of(spec)),
+        cel=cel,
+        test=None if cel is not None else lambda spec: constraint.holds(choices_of(spec)),
         text=constraint.rule,
         hint=constraint.hint,
         advice=_ADVICE.get(constraint.name),

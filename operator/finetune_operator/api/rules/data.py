@@ -7,32 +7,9 @@ from collections.abc import Callable
 
 from finetune_contract.choices import GPU_RUNGS, RUNG_TASKS, TEXT_RUNGS, VLLM_TASKS, WRITING_TASKS
 from finetune_operator.api.problems import any_of
-from finetune_operator.api.rules.column_rules import columns_cel, columns_differ, leak_advice
-from finetune_operator.api.rules.rule import Holds, Rule, is_one_of
-from finetune_operator.api.types import DNS_SUBDOMAIN_PATTERN, FineTuneJobSpec, GenerationSpec
-
-
-def _is_rung(spec: FineTuneJobSpec) -> bool:
-    return spec.predict is not None and spec.predict.optimization not in ("auto", "none", *TEXT_RUNGS)
-
-
-def _by_vllm(spec: FineTuneJobSpec) -> bool:
-    return spec.predict is not None and spec.predict.optimization == "vllm"
-
-
-def _in_slots(spec: FineTuneJobSpec) -> bool:
-    return spec.predict is not None and spec.predict.optimization == "continuous-batching"
-
-
-def _has_references(spec: FineTuneJobSpec) -> bool:
-    predict, texts = spec.predict, spec.dataset is not None and spec.dataset.columns.text is not None
-    generates = _by_vllm(spec) or (predict is not None and predict.server is not None)
-    return predict is None or predict.metric_tolerance is None or not generates or not texts
-
-
-def _server_is_used(spec: FineTuneJobSpec) -> bool:
-    predict = spec.predict
-    return predict is None or predict.server is None or predict.optimization in ("auto", "vllm")
+from finetune_operator.api.rules.column_rules import columns_cel, leak_advice
+from finetune_operator.api.rules.rule import Rule, is_one_of
+from finetune_operator.api.types import DNS_SUBDOMAIN_PATTERN, FineTuneJobSpec
 
 
 def _predictions_advice(spec: FineTuneJobSpec) -> str:
@@ -48,13 +25,6 @@ def _predictions_advice(spec: FineTuneJobSpec) -> str:
 _OTHER_FORMAT = {"jsonl": "parquet", "parquet": "jsonl"}
 
 
-def _two_formats(spec: FineTuneJobSpec) -> bool:
-    """Return True if format and ending differ. An output without a supported ending breaks another rule."""
-    if spec.predict is None or spec.predict.format is None or spec.predict.output is None:
-        return False
-    return spec.predict.output.endswith(f".{_OTHER_FORMAT[spec.predict.format]}")
-
-
 def _format_advice(spec: FineTuneJobSpec) -> str:
     requested = "jsonl" if spec.predict is None or spec.predict.format is None else spec.predict.format
     return f"leave it out or write {_OTHER_FORMAT[requested]}, or give spec.predict.output the extension .{requested}"
@@ -66,12 +36,11 @@ def _beams_advice(spec: FineTuneJobSpec) -> str:
     return "leave it out to sample, or leave spec.generation.temperature out for beam search"
 
 
-def _hub_only_rule(path: str, given: str, uri: str, holds: Holds) -> Rule:
+def _hub_only_rule(path: str, given: str, uri: str) -> Rule:
     return Rule(
         name=f"{path}-needs-hub",
         path=path,
         cel=f"!({given}) || self.{uri}.startsWith('hf://')",
-        holds=holds,
         text=f"applies to the Hub only: spec.{uri} must begin with hf://",
         hint="leave it out, or name a Hub repository",
     )
@@ -92,7 +61,6 @@ def _claim_rule(path: str, given: str, read: Callable[[FineTuneJobSpec], str | N
         path=path,
         cel=f"!({given}) || !self.{path}.startsWith('pvc://') || "
         f"(self.{path}.matches('{_CLAIM_PATTERN}') && !self.{path}.matches('{_PARENT_STEP}'))",
-        holds=lambda spec: _names_a_claim(read(spec)),
         text="must be pvc://claim or pvc://claim/path, with a claim of the job's namespace and no .. in the path",
         hint="write the claim's name after pvc://: lowercase letters, digits and -",
         advice=lambda spec: _claim_advice(read(spec) or ""),
@@ -119,7 +87,6 @@ SOMETHING_TO_DO = Rule(
     "something-to-do",
     "training",
     "has(self.training) || has(self.evaluation) || has(self.predict) || has(self.endpoint)",
-    lambda spec: any(part is not None for part in (spec.training, spec.evaluation, spec.predict, spec.endpoint)),
     "at least one of spec.training, spec.evaluation and spec.predict is needed",
     "write `training: {}` to train with the defaults",
 )
@@ -130,7 +97,6 @@ RULES: tuple[Rule, ...] = (
         "training-needs-dataset",
         "dataset",
         "!has(self.training) || has(self.dataset)",
-        lambda spec: spec.training is None or spec.dataset is not None,
         "is required for training",
         "set spec.dataset.uri, such as hf://ORG/NAME, or leave out spec.training",
     ),
@@ -138,7 +104,6 @@ RULES: tuple[Rule, ...] = (
         "evaluation-needs-dataset",
         "dataset",
         "!has(self.evaluation) || has(self.training) || has(self.dataset)",
-        lambda spec: spec.evaluation is None or spec.training is not None or spec.dataset is not None,
         "is required for evaluation",
         "set spec.dataset.uri, or leave out spec.evaluation",
     ),
@@ -146,7 +111,6 @@ RULES: tuple[Rule, ...] = (
         "predict-needs-dataset",
         "predict.dataset",
         "!has(self.predict) || has(self.dataset) || has(self.predict.dataset)",
-        lambda spec: spec.predict is None or spec.dataset is not None or spec.predict.dataset is not None,
         "is required without spec.dataset, whose test or validation split would be predicted",
         "set spec.predict.dataset.uri or spec.dataset.uri",
     ),
@@ -155,11 +119,6 @@ RULES: tuple[Rule, ...] = (
         "preparation.stride",
         "!has(self.preparation.stride) || !has(self.preparation.maxLength)"
         " || 2 * self.preparation.stride <= self.preparation.maxLength",
-        lambda spec: (
-            spec.preparation.stride is None
-            or spec.preparation.max_length is None
-            or 2 * spec.preparation.stride <= spec.preparation.max_length
-        ),
         "must be at most half of spec.preparation.maxLength",
         "make it smaller, or leave it out",
         advice=lambda spec: f"set it to {(spec.preparation.max_length or 0) // 2} or less, or leave it out",
@@ -169,7 +128,6 @@ RULES: tuple[Rule, ...] = (
         "generation",
         f"{is_one_of(WRITING_TASKS)} || (self.generation.maxNewTokens == 128"
         " && self.generation.numBeams == 1 && self.generation.temperature == 0.0 && self.generation.topP == 1.0)",
-        lambda spec: spec.task in WRITING_TASKS or spec.generation == GenerationSpec(),
         f"applies to {', '.join(WRITING_TASKS)} only",
         "leave spec.generation out",
     ),
@@ -177,7 +135,6 @@ RULES: tuple[Rule, ...] = (
         "beams-do-not-draw",
         "generation.numBeams",
         "self.generation.numBeams == 1 || self.generation.temperature == 0.0",
-        lambda spec: spec.generation.num_beams == 1 or spec.generation.temperature == 0,
         "enables beam search, which excludes sampling with spec.generation.temperature above 0",
         "leave spec.generation.numBeams out to sample, or spec.generation.temperature for beam search",
         advice=_beams_advice,
@@ -186,7 +143,6 @@ RULES: tuple[Rule, ...] = (
         "top-p-is-drawn-from",
         "generation.topP",
         "self.generation.topP == 1.0 || self.generation.temperature > 0.0",
-        lambda spec: spec.generation.top_p == 1 or spec.generation.temperature > 0,
         "has no effect while spec.generation.temperature is 0, which disables sampling",
         "set spec.generation.temperature to 1.0 to sample, or leave it out",
     ),
@@ -195,11 +151,6 @@ RULES: tuple[Rule, ...] = (
         "predict.output",
         "!has(self.predict) || !has(self.predict.output) || self.predict.output.endsWith('.jsonl')"
         " || self.predict.output.endsWith('.parquet') || self.predict.output.endsWith('/')",
-        lambda spec: (
-            spec.predict is None
-            or spec.predict.output is None
-            or spec.predict.output.endswith((".jsonl", ".parquet", "/"))
-        ),
         "must end in .jsonl or .parquet, which also sets the format, or in / for a folder of parts",
         "add .jsonl, .parquet or /",
         advice=_predictions_advice,
@@ -209,7 +160,6 @@ RULES: tuple[Rule, ...] = (
         "predict.format",
         "!has(self.predict) || !has(self.predict.format) || !has(self.predict.output)"
         " || !self.predict.output.endsWith(self.predict.format == 'jsonl' ? '.parquet' : '.jsonl')",
-        lambda spec: not _two_formats(spec),
         "differs from the extension of spec.predict.output, which sets the format of a file",
         "leave it out",
         advice=_format_advice,
@@ -219,7 +169,6 @@ RULES: tuple[Rule, ...] = (
         "predict.workers",
         "!has(self.predict) || self.predict.engine != 'spark' || type(self.predict.workers) != int"
         " || int(self.predict.workers) > 1",
-        lambda spec: spec.predict is None or spec.predict.engine != "spark" or spec.predict.workers != 1,
         "leaves no executor: with spec.predict.engine spark, the driver is one of the workers",
         "set it to auto or at least 2, or leave spec.predict.engine out",
     ),
@@ -228,7 +177,6 @@ RULES: tuple[Rule, ...] = (
         "predict.optimization",
         f"!has(self.predict) || self.predict.optimization in {['auto', 'none', *TEXT_RUNGS]}"
         f" || {is_one_of(RUNG_TASKS)}",
-        lambda spec: not _is_rung(spec) or spec.task in RUNG_TASKS,
         f"applies to {', '.join(RUNG_TASKS)} only",
         "leave it out",
     ),
@@ -236,7 +184,6 @@ RULES: tuple[Rule, ...] = (
         "vllm-writes-texts",
         "predict.optimization",
         f"!has(self.predict) || self.predict.optimization != 'vllm' || {is_one_of(VLLM_TASKS)}",
-        lambda spec: not _by_vllm(spec) or spec.task in VLLM_TASKS,
         f"vllm applies to {', '.join(VLLM_TASKS)} only",
         "leave it out",
     ),
@@ -244,7 +191,6 @@ RULES: tuple[Rule, ...] = (
         "vllm-needs-a-server",
         "predict.server",
         "!has(self.predict) || self.predict.optimization != 'vllm' || has(self.predict.server)",
-        lambda spec: not _by_vllm(spec) or spec.predict is None or spec.predict.server is not None,
         "is needed with spec.predict.optimization vllm",
         "write the URL of an OpenAI-compatible server, such as http://vllm.team.svc:8000",
     ),
@@ -252,7 +198,6 @@ RULES: tuple[Rule, ...] = (
         "server-is-for-vllm",
         "predict.server",
         "!has(self.predict) || !has(self.predict.server) || self.predict.optimization in ['auto', 'vllm']",
-        _server_is_used,
         "has no effect unless spec.predict.optimization is vllm or auto",
         "leave it out, or set spec.predict.optimization to vllm",
     ),
@@ -260,7 +205,6 @@ RULES: tuple[Rule, ...] = (
         "vllm-has-no-beams",
         "generation.numBeams",
         "!has(self.predict) || self.predict.optimization != 'vllm' || self.generation.numBeams == 1",
-        lambda spec: not _by_vllm(spec) or spec.generation.num_beams == 1,
         "must be 1 with spec.predict.optimization vllm, which has no beam search",
         "leave it out, or set spec.predict.optimization to none",
     ),
@@ -268,7 +212,6 @@ RULES: tuple[Rule, ...] = (
         "slots-write-texts",
         "predict.optimization",
         f"!has(self.predict) || self.predict.optimization != 'continuous-batching' || {is_one_of(VLLM_TASKS)}",
-        lambda spec: not _in_slots(spec) or spec.task in VLLM_TASKS,
         f"continuous-batching applies to {', '.join(VLLM_TASKS)} only",
         "leave it out",
     ),
@@ -276,7 +219,6 @@ RULES: tuple[Rule, ...] = (
         "slots-have-no-beams",
         "generation.numBeams",
         "!has(self.predict) || self.predict.optimization != 'continuous-batching' || self.generation.numBeams == 1",
-        lambda spec: not _in_slots(spec) or spec.generation.num_beams == 1,
         "must be 1 with spec.predict.optimization continuous-batching, which has no beam search",
         "leave it out, or set spec.predict.optimization to none",
     ),
@@ -285,7 +227,6 @@ RULES: tuple[Rule, ...] = (
         "generation.temperature",
         "!has(self.predict) || self.predict.optimization != 'continuous-batching'"
         " || self.generation.temperature == 0.0",
-        lambda spec: not _in_slots(spec) or spec.generation.temperature == 0,
         "must be 0 with spec.predict.optimization continuous-batching, which does not sample",
         "leave it out, or set spec.predict.optimization to none",
     ),
@@ -295,7 +236,6 @@ RULES: tuple[Rule, ...] = (
         "!has(self.predict) || !has(self.predict.metricTolerance)"
         " || !(has(self.predict.server) || self.predict.optimization == 'vllm')"
         " || !has(self.dataset) || !has(self.dataset.columns.text)",
-        _has_references,
         "compares generated texts with references, and rows of spec.dataset.columns.text have none",
         "use columns source and target, or messages; or spec.predict.tolerance, the share of equal texts",
     ),
@@ -304,11 +244,6 @@ RULES: tuple[Rule, ...] = (
         "predict.optimization",
         f"!has(self.predict) || self.predict.optimization in {['auto', *TEXT_RUNGS, *GPU_RUNGS]}"
         " || type(self.resources.gpusPerNode) != int || int(self.resources.gpusPerNode) == 0",
-        lambda spec: (
-            spec.predict is None
-            or spec.predict.optimization in ("auto", *TEXT_RUNGS, *GPU_RUNGS)
-            or spec.resources.gpus_per_node in ("auto", 0)
-        ),
         "is for CPUs, and spec.resources.gpusPerNode requests GPUs",
         f"leave it out, use {any_of(GPU_RUNGS)}, or set spec.resources.gpusPerNode to 0",
     ),
@@ -316,7 +251,6 @@ RULES: tuple[Rule, ...] = (
         "tolerance-is-measured",
         "predict.tolerance",
         "!has(self.predict) || !has(self.predict.tolerance) || self.predict.optimization != 'none'",
-        lambda spec: spec.predict is None or spec.predict.tolerance is None or spec.predict.optimization != "none",
         "has no effect while spec.predict.optimization is none",
         "leave one of the two out",
     ),
@@ -324,9 +258,6 @@ RULES: tuple[Rule, ...] = (
         "metric-tolerance-is-measured",
         "predict.metricTolerance",
         "!has(self.predict) || !has(self.predict.metricTolerance) || self.predict.optimization != 'none'",
-        lambda spec: (
-            spec.predict is None or spec.predict.metric_tolerance is None or spec.predict.optimization != "none"
-        ),
         "has no effect while spec.predict.optimization is none",
         "leave one of the two out",
     ),
@@ -334,32 +265,15 @@ RULES: tuple[Rule, ...] = (
         "metric-tolerance-needs-labels",
         "predict.metricTolerance",
         "!has(self.predict) || !has(self.predict.metricTolerance) || has(self.dataset)",
-        lambda spec: spec.predict is None or spec.predict.metric_tolerance is None or spec.dataset is not None,
         "needs rows with labels, and spec.dataset is not set",
         "set spec.dataset, or leave it out",
     ),
-    _hub_only_rule(
-        "model.revision",
-        "self.model.revision != 'main'",
-        "model.uri",
-        lambda spec: spec.model.revision == "main" or spec.model.uri.startswith("hf://"),
-    ),
-    _hub_only_rule(
-        "dataset.config",
-        "has(self.dataset) && has(self.dataset.config)",
-        "dataset.uri",
-        lambda spec: spec.dataset is None or spec.dataset.config is None or spec.dataset.uri.startswith("hf://"),
-    ),
+    _hub_only_rule("model.revision", "self.model.revision != 'main'", "model.uri"),
+    _hub_only_rule("dataset.config", "has(self.dataset) && has(self.dataset.config)", "dataset.uri"),
     _hub_only_rule(
         "predict.dataset.config",
         "has(self.predict) && has(self.predict.dataset) && has(self.predict.dataset.config)",
         "predict.dataset.uri",
-        lambda spec: (
-            spec.predict is None
-            or spec.predict.dataset is None
-            or spec.predict.dataset.config is None
-            or spec.predict.dataset.uri.startswith("hf://")
-        ),
     ),
     _claim_rule("model.uri", "true", lambda spec: spec.model.uri),
     _claim_rule("dataset.uri", "has(self.dataset)", lambda spec: spec.dataset.uri if spec.dataset else None),
@@ -379,7 +293,6 @@ RULES: tuple[Rule, ...] = (
         cel="!has(self.endpoint) || !has(self.endpoint.adapters) || self.endpoint.adapters.all(each, "
         f"!each.uri.startsWith('pvc://') || (each.uri.matches('{_CLAIM_PATTERN}') "
         f"&& !each.uri.matches('{_PARENT_STEP}')))",
-        holds=lambda spec: all(map(_names_a_claim, _adapter_uris(spec))),
         text="must have uris such as pvc://claim/path, with a claim of the job's namespace and no .. in the path",
         hint="write the claim's name after pvc://: lowercase letters, digits and -",
         advice=lambda spec: _claim_advice(next((uri for uri in _adapter_uris(spec) if not _names_a_claim(uri)), "")),
@@ -391,7 +304,6 @@ RULES: tuple[Rule, ...] = (
         "columns-differ",
         "dataset.columns",
         columns_cel(),
-        columns_differ,
         "uses the same column as input and as target",
         "name two columns",
         advice=leak_advice,

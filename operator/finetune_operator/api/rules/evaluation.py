@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from finetune_contract.choices import Task
 from finetune_contract.metrics import GREATEST, LEAST, LOSS, LOWER_IS_BETTER, METRICS, metrics_of, stopping_metrics_of
 from finetune_operator.api.problems import describe_value
-from finetune_operator.api.rules.rule import Holds, Rule, loops
+from finetune_operator.api.rules.rule import Rule
 from finetune_operator.api.types import FineTuneJobSpec, GateSpec
 
 
@@ -22,11 +22,6 @@ def _gate_of(spec: FineTuneJobSpec) -> GateSpec:
     gate = _gate(spec)
     assert gate is not None
     return gate
-
-
-def _gate_holds(holds: Callable[[GateSpec], bool]) -> Holds:
-    """Return a predicate on gates that also holds for a job without one."""
-    return lambda spec: (gate := _gate(spec)) is None or holds(gate)
 
 
 def _watched(spec: FineTuneJobSpec) -> str | None:
@@ -180,7 +175,6 @@ RULES: tuple[Rule, ...] = (
         "evaluation",
         "self.task != 'preference-tuning' || !has(self.evaluation)"
         " || (has(self.training) && !has(self.training.script))",
-        lambda spec: spec.task != "preference-tuning" or spec.evaluation is None or loops(spec),
         "compares a model of preference-tuning with its state before training by the built-in loop",
         "leave it out, or train with the built-in loop",
     ),
@@ -188,18 +182,18 @@ RULES: tuple[Rule, ...] = (
         "gate-is-measured",
         "evaluation.gate.metric",
         None,
-        _gate_is_measured,
         "must be one of spec.evaluation.metrics",
         "add it there, or set spec.evaluation.metrics to auto",
+        test=_gate_is_measured,
         reads=("evaluation", "task"),
     ),
     Rule(
         "metrics-are-of-the-task",
         "evaluation.metrics",
         None,
-        lambda spec: not _unknown_metrics(spec),
         "must name metrics of spec.task",
         "write auto for all of them",
+        test=lambda spec: not _unknown_metrics(spec),
         advice=_metrics_advice,
         reads=("evaluation", "task"),
     ),
@@ -207,7 +201,6 @@ RULES: tuple[Rule, ...] = (
         "gate-metric-is-of-the-task",
         "evaluation.gate.metric",
         f"(has(self.training) && has(self.training.script)) || {_metric_cel('evaluation.gate', metrics_of)}",
-        lambda spec: (gate := _gate(spec)) is None or spec.script is not None or gate.metric in metrics_of(spec.task),
         "must be a metric of spec.task, or loss",
         "name one of them",
         advice=_gate_metric_advice,
@@ -216,7 +209,6 @@ RULES: tuple[Rule, ...] = (
         "early-stopping-metric-is-measured",
         "training.earlyStopping.metric",
         _metric_cel("training.earlyStopping", stopping_metrics_of),
-        lambda spec: (watched := _watched(spec)) is None or watched in stopping_metrics_of(spec.task),
         "must be a metric that spec.task measures during training",
         "set it to loss",
         advice=lambda spec: _metric_advice(_watched(spec) or "", spec.task, stopping_metrics_of(spec.task)),
@@ -226,7 +218,6 @@ RULES: tuple[Rule, ...] = (
         "evaluation.gate",
         "!has(self.evaluation) || !has(self.evaluation.gate)"
         " || has(self.evaluation.gate.minimum) != has(self.evaluation.gate.maximum)",
-        _gate_holds(lambda gate: (gate.minimum is None) != (gate.maximum is None)),
         "needs exactly one of minimum and maximum",
         _EITHER_LIMIT,
         advice=_limit_advice,
@@ -238,9 +229,6 @@ RULES: tuple[Rule, ...] = (
             "minimum",
             f"has(self.evaluation.gate.maximum) || !(self.evaluation.gate.metric in {_cel_list(LOWER_IS_BETTER)})",
         ),
-        _gate_holds(
-            lambda gate: gate.minimum is None or gate.maximum is not None or gate.metric not in LOWER_IS_BETTER
-        ),
         "does not apply to a metric that is better when lower",
         "replace minimum with maximum",
     ),
@@ -251,9 +239,6 @@ RULES: tuple[Rule, ...] = (
             "maximum",
             f"has(self.evaluation.gate.minimum) || !(self.evaluation.gate.metric in {_cel_list(_HIGHER_IS_BETTER)})",
         ),
-        _gate_holds(
-            lambda gate: gate.maximum is None or gate.minimum is not None or gate.metric not in _HIGHER_IS_BETTER
-        ),
         "does not apply to a metric that is better when higher",
         "replace maximum with minimum",
     ),
@@ -261,7 +246,6 @@ RULES: tuple[Rule, ...] = (
         "gate-minimum-can-be-met",
         "evaluation.gate.minimum",
         _limit_cel("minimum", "<=", GREATEST),
-        _gate_holds(lambda gate: gate.minimum is None or gate.minimum <= GREATEST.get(gate.metric, gate.minimum)),
         "exceeds the highest possible value of the metric",
         "lower it",
         advice=lambda spec: _minimum_advice(_gate_of(spec)),
@@ -270,7 +254,6 @@ RULES: tuple[Rule, ...] = (
         "gate-maximum-can-be-met",
         "evaluation.gate.maximum",
         _limit_cel("maximum", ">=", LEAST),
-        _gate_holds(lambda gate: gate.maximum is None or gate.maximum >= LEAST.get(gate.metric, gate.maximum)),
         "is below the lowest possible value of the metric",
         "raise it",
         advice=lambda spec: f"the metric is at least {LEAST[_gate_of(spec).metric]:g}",

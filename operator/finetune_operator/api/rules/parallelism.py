@@ -11,7 +11,7 @@ from finetune_operator.api.rules.processes import (
     certain_processes,
     world_size,
 )
-from finetune_operator.api.rules.rule import NO_LOOP, Rule, loops
+from finetune_operator.api.rules.rule import NO_LOOP, Rule
 from finetune_operator.api.types import FineTuneJobSpec, ParallelismSpec
 
 
@@ -98,26 +98,11 @@ def _zero_plus_plus_fault(spec: FineTuneJobSpec) -> str | None:
     return None
 
 
-def _placement_names_once(spec: FineTuneJobSpec) -> bool:
-    letters = spec.parallelism.placement
-    return letters in ("cluster", "spread") or len(set(letters)) == len(letters)
-
-
-def _placement_names_all(spec: FineTuneJobSpec) -> bool:
-    letters, parallelism = spec.parallelism.placement, spec.parallelism
-    if letters in ("cluster", "spread"):
-        return True
-    return (parallelism.tensor == 1 or "T" in letters) and (parallelism.pipeline.degree == 1 or "P" in letters)
-
-
 RULES: tuple[Rule, ...] = (
     Rule(
         "model-parallel-divides-world",
         "resources.processesPerNode",
         f"{WORLD_UNKNOWN} || ({WORLD}) % {MODEL} == 0",
-        lambda spec: (
-            spec.resources.elastic is not None or (world_size(spec) or 0) % spec.parallelism.replica_ranks == 0
-        ),
         "times spec.resources.nodes must be a multiple of tensor x pipeline x sequence in spec.parallelism",
         "change the degrees, the nodes or the processes",
         advice=_degrees_advice,
@@ -129,14 +114,6 @@ RULES: tuple[Rule, ...] = (
         "parallelism.pipeline",
         f"{NO_LOOP} || self.parallelism.pipeline.degree > 1 || (self.parallelism.pipeline.schedule == '1f1b'"
         " && type(self.parallelism.pipeline.microBatches) != int)",
-        lambda spec: (
-            not loops(spec)
-            or spec.parallelism.pipeline.degree > 1
-            or (
-                spec.parallelism.pipeline.schedule == "1f1b"
-                and not isinstance(spec.parallelism.pipeline.micro_batches, int)
-            )
-        ),
         "has a schedule or microBatches, which have no effect with a degree of 1",
         "set degree to 2 or more, or leave schedule and microBatches out",
         reads=(
@@ -150,7 +127,6 @@ RULES: tuple[Rule, ...] = (
         "placement-places-something",
         "parallelism.placement",
         f"{NO_LOOP} || self.parallelism.placement == 'cluster' || ({SPREAD}) > 1",
-        lambda spec: not loops(spec) or spec.parallelism.placement == "cluster" or spec.parallelism.model_ranks > 1,
         "has no effect without ranks of spec.parallelism.tensor or pipeline",
         "leave it out, or set tensor or pipeline.degree above 1",
         reads=("parallelism.placement", "parallelism.tensor", "parallelism.pipeline.degree", "training.script"),
@@ -159,7 +135,6 @@ RULES: tuple[Rule, ...] = (
         "placement-names-once",
         "parallelism.placement",
         "!self.parallelism.placement.matches('D.*D|P.*P|T.*T')",
-        _placement_names_once,
         "names a dimension twice",
         "name each of D, P and T once",
     ),
@@ -169,7 +144,6 @@ RULES: tuple[Rule, ...] = (
         "self.parallelism.placement in ['cluster', 'spread']"
         " || ((self.parallelism.tensor == 1 || self.parallelism.placement.contains('T'))"
         " && (self.parallelism.pipeline.degree == 1 || self.parallelism.placement.contains('P')))",
-        _placement_names_all,
         "must name T with spec.parallelism.tensor above 1, and P with spec.parallelism.pipeline.degree above 1",
         "name them, e.g. DPT",
         reads=("parallelism.placement", "parallelism.tensor", "parallelism.pipeline.degree"),
@@ -178,9 +152,9 @@ RULES: tuple[Rule, ...] = (
         "zero-plus-plus-is-obeyed",
         "parallelism.deepspeedConfig",
         None,
-        lambda spec: _zero_plus_plus_fault(spec) is None,
         "has keys of ZeRO++, which need zeroStage 3, GPUs to quantize, and shards on the processes of one node",
         "set spec.parallelism.zeroStage to 3, or leave them out",
+        test=lambda spec: _zero_plus_plus_fault(spec) is None,
         advice=lambda spec: _zero_plus_plus_fault(spec) or "",
         reads=("parallelism.deepspeedConfig", *WORLD_FIELDS),
     ),
@@ -188,9 +162,9 @@ RULES: tuple[Rule, ...] = (
         "offload-keys-need-an-offload",
         "parallelism.deepspeedConfig",
         None,
-        lambda spec: not _idle_sections(spec),
         "configures an offload that spec.parallelism.offload does not enable",
         "set spec.parallelism.offload, or leave the section out",
+        test=lambda spec: not _idle_sections(spec),
         advice=_idle_advice,
         reads=("parallelism.deepspeedConfig", "parallelism.offload"),
     ),

@@ -12,7 +12,7 @@ from pydantic.alias_generators import to_snake
 from finetune_contract.choices import RUNG_TASKS
 from finetune_operator.api.quantities import parse_quantity, size_hint, too_small_rule
 from finetune_operator.api.rules.rule import Rule, is_one_of
-from finetune_operator.api.types import AcceleratorSpec, EndpointSpec, FineTuneJobSpec, ServedAdapterSpec, TrafficSpec
+from finetune_operator.api.types import EndpointSpec, FineTuneJobSpec
 from finetune_operator.launchers.launcher_rows import SUPPORTED
 
 RESERVED_PREFIXES = (
@@ -26,24 +26,13 @@ MUTABLE = {"runPolicy": ("suspend", "ttlSecondsAfterFinished"), "endpoint": ()}
 """Fields that may change after the first stage has started: named fields of a block, or (empty) the whole block."""
 
 
-def _one_process_per_gpu(spec: FineTuneJobSpec) -> bool:
-    processes, gpus = spec.resources.processes_per_node, spec.resources.gpus_per_node
-    return processes == "auto" or gpus == "auto" or gpus == 0 or processes <= gpus
-
-
 def _reserved_rule(block: Literal["labels", "annotations"]) -> Rule:
     """Return the rule on keys by which operators find their pods."""
     reserved = " || ".join(f"key.startsWith('{prefix}')" for prefix in RESERVED_PREFIXES)
-
-    def holds(spec: FineTuneJobSpec) -> bool:
-        keys = spec.template.labels if block == "labels" else spec.template.annotations
-        return not any(key.startswith(RESERVED_PREFIXES) for key in keys)
-
     return Rule(
         name=f"template-{block}-are-the-users",
         path=f"template.{block}",
         cel=f"!has(self.template.{block}) || !self.template.{block}.exists(key, {reserved})",
-        holds=holds,
         text=f"must not use the prefixes {', '.join(RESERVED_PREFIXES)}, which are reserved",
         hint="choose another prefix",
     )
@@ -64,26 +53,6 @@ MOST_CORES = 2048
 def least_canary_percent(endpoint: EndpointSpec) -> int:
     """Return the share of one server beside those that serve, in percent, rounded up."""
     return math.ceil(100 / (endpoint.replicas + 1))
-
-
-def _canary_percent(spec: FineTuneJobSpec) -> int:
-    """Return the maximum share of a canary's servers in percent; 100 if there is no limit, or weights set the share."""
-    traffic = _traffic(spec)
-    if traffic is None or traffic.canary_percent is None or traffic.gateway is not None:
-        return 100
-    return traffic.canary_percent
-
-
-def _traffic(spec: FineTuneJobSpec) -> TrafficSpec | None:
-    return None if spec.endpoint is None else spec.endpoint.traffic
-
-
-def _serves_rung(spec: FineTuneJobSpec) -> bool:
-    return spec.endpoint is not None and spec.endpoint.optimization not in ("auto", "none", "vllm")
-
-
-def _adapters(spec: FineTuneJobSpec) -> tuple[ServedAdapterSpec, ...]:
-    return () if spec.endpoint is None else spec.endpoint.adapters
 
 
 def _size_of(spec: FineTuneJobSpec, path: str) -> str | None:
@@ -107,7 +76,7 @@ def _size_rule(path: str, least: str, usual: str) -> Rule:
         name=f"{path}-has-a-unit",
         path=path,
         cel=None,
-        holds=holds,
+        test=holds,
         text=too_small_rule(least),
         hint=f"write a size such as {usual}",
         advice=advice,
@@ -127,7 +96,6 @@ RULES: tuple[Rule, ...] = (
         "type(self.resources.processesPerNode) != int || type(self.resources.gpusPerNode) != int"
         " || int(self.resources.gpusPerNode) == 0"
         " || int(self.resources.processesPerNode) <= int(self.resources.gpusPerNode)",
-        _one_process_per_gpu,
         "must not exceed spec.resources.gpusPerNode: each GPU runs one process",
         "set it to auto or to the number of GPUs",
         advice=lambda spec: f"set it to auto, which is {spec.resources.gpus_per_node}: one process per GPU",
@@ -138,7 +106,6 @@ RULES: tuple[Rule, ...] = (
         "(!has(self.resources.accelerator.product) && !has(self.resources.accelerator.memory)"
         " && !has(self.resources.accelerator.resource))"
         " || self.resources.gpusPerNode != 0",
-        lambda spec: spec.resources.accelerator == AcceleratorSpec() or spec.resources.gpus_per_node != 0,
         "has no effect while spec.resources.gpusPerNode is 0",
         "set spec.resources.gpusPerNode, or leave spec.resources.accelerator out",
     ),
@@ -148,10 +115,6 @@ RULES: tuple[Rule, ...] = (
         "!has(self.resources.accelerator.resource)"
         " || !self.resources.accelerator.resource.startsWith('nvidia.com/mig-')"
         " || type(self.resources.gpusPerNode) != int || int(self.resources.gpusPerNode) <= 1",
-        lambda spec: (
-            not (spec.resources.accelerator.resource or "").startswith("nvidia.com/mig-")
-            or spec.resources.gpus_per_node in ("auto", 0, 1)
-        ),
         "is a MIG profile, of which a process can use one instance only: spec.resources.gpusPerNode must be 1",
         "set spec.resources.gpusPerNode to 1 and use a larger profile, or leave it out for whole GPUs",
     ),
@@ -160,14 +123,6 @@ RULES: tuple[Rule, ...] = (
         "spot.enabled",
         "self.spot.enabled || (!has(self.spot.maxRunSeconds) && !has(self.spot.maxWaitSeconds)"
         " && !self.spot.fallbackToOnDemand)",
-        lambda spec: (
-            spec.spot.enabled
-            or (
-                spec.spot.max_run_seconds is None
-                and spec.spot.max_wait_seconds is None
-                and not spec.spot.fallback_to_on_demand
-            )
-        ),
         "must be true if other fields of spec.spot are set",
         "set it to true, or leave spec.spot out",
     ),
@@ -175,7 +130,6 @@ RULES: tuple[Rule, ...] = (
         "spot-is-for-training",
         "spot.enabled",
         "!self.spot.enabled || has(self.training)",
-        lambda spec: not spec.spot.enabled or spec.training is not None,
         "applies to training, and spec.training is not set",
         "leave spec.spot out, or add spec.training",
     ),
@@ -183,7 +137,6 @@ RULES: tuple[Rule, ...] = (
         "spot-resumes",
         "checkpoints.resume",
         "!self.spot.enabled || self.checkpoints.resume == 'auto'",
-        lambda spec: not spec.spot.enabled or spec.checkpoints.resume == "auto",
         "must be auto with spec.spot: otherwise each preemption restarts the training from the beginning",
         "set it to auto, or leave spec.spot out",
     ),
@@ -192,11 +145,6 @@ RULES: tuple[Rule, ...] = (
         "spot.maxWaitSeconds",
         "!has(self.spot.maxRunSeconds) || !has(self.spot.maxWaitSeconds)"
         " || self.spot.maxWaitSeconds >= self.spot.maxRunSeconds",
-        lambda spec: (
-            spec.spot.max_run_seconds is None
-            or spec.spot.max_wait_seconds is None
-            or spec.spot.max_wait_seconds >= spec.spot.max_run_seconds
-        ),
         "includes the run, so it must be at least spec.spot.maxRunSeconds",
         "increase it",
         advice=lambda spec: (
@@ -207,11 +155,6 @@ RULES: tuple[Rule, ...] = (
         "replicas-within-bounds",
         "endpoint.maxReplicas",
         "!has(self.endpoint) || !has(self.endpoint.maxReplicas) || self.endpoint.maxReplicas >= self.endpoint.replicas",
-        lambda spec: (
-            spec.endpoint is None
-            or spec.endpoint.max_replicas is None
-            or spec.endpoint.max_replicas >= spec.endpoint.replicas
-        ),
         "must be at least spec.endpoint.replicas",
         "increase it, or reduce spec.endpoint.replicas",
     ),
@@ -220,11 +163,6 @@ RULES: tuple[Rule, ...] = (
         "endpoint.targetRequestsInFlight",
         "!has(self.endpoint) || !has(self.endpoint.targetRequestsInFlight)"
         " || (has(self.endpoint.maxReplicas) && self.endpoint.maxReplicas > self.endpoint.replicas)",
-        lambda spec: (
-            spec.endpoint is None
-            or spec.endpoint.target_requests_in_flight is None
-            or (spec.endpoint.max_replicas or 0) > spec.endpoint.replicas
-        ),
         "needs spec.endpoint.maxReplicas above spec.endpoint.replicas, as servers are not added otherwise",
         "set spec.endpoint.maxReplicas, or leave it out",
     ),
@@ -232,7 +170,6 @@ RULES: tuple[Rule, ...] = (
         "no-served-rungs-for-texts",
         "endpoint.optimization",
         f"!has(self.endpoint) || self.endpoint.optimization in ['auto', 'none', 'vllm'] || {is_one_of(RUNG_TASKS)}",
-        lambda spec: not _serves_rung(spec) or spec.task in RUNG_TASKS,
         f"applies to {', '.join(RUNG_TASKS)} only",
         "leave it out",
     ),
@@ -241,7 +178,6 @@ RULES: tuple[Rule, ...] = (
         "endpoint.optimization",
         "!has(self.endpoint) || self.endpoint.optimization in ['auto', 'none', 'vllm']"
         " || type(self.resources.gpusPerNode) != int || int(self.resources.gpusPerNode) == 0",
-        lambda spec: not _serves_rung(spec) or spec.resources.gpus_per_node in ("auto", 0),
         "is supported on CPUs only in this version",
         "leave it out, or set spec.resources.gpusPerNode to 0",
     ),
@@ -249,11 +185,6 @@ RULES: tuple[Rule, ...] = (
         "served-tolerance-is-measured",
         "endpoint.tolerance",
         "!has(self.endpoint) || !has(self.endpoint.tolerance) || !(self.endpoint.optimization in ['none', 'vllm'])",
-        lambda spec: (
-            spec.endpoint is None
-            or spec.endpoint.tolerance is None
-            or spec.endpoint.optimization not in ("none", "vllm")
-        ),
         "has no effect while spec.endpoint.optimization is none or vllm",
         "leave one of the two out",
     ),
@@ -262,7 +193,6 @@ RULES: tuple[Rule, ...] = (
         "endpoint.adapters",
         "!has(self.endpoint) || !has(self.endpoint.adapters) || self.endpoint.adapters.all(each, "
         "self.endpoint.adapters.exists_one(other, other.name == each.name))",
-        lambda spec: len({adapter.name for adapter in _adapters(spec)}) == len(_adapters(spec)),
         "must have different names, by which requests choose",
         "rename the adapters that share a name",
         reads=("endpoint.adapters",),
@@ -272,7 +202,6 @@ RULES: tuple[Rule, ...] = (
         "endpoint.adapters",
         "!has(self.endpoint) || !has(self.endpoint.adapters) || size(self.endpoint.adapters) == 0"
         " || !has(self.training)",
-        lambda spec: not _adapters(spec) or spec.training is None,
         "is for jobs without spec.training: adapters belong to the model of spec.model.uri",
         "leave it out, or serve the adapters in a job of their own",
         reads=("endpoint.adapters", "training"),
@@ -282,7 +211,6 @@ RULES: tuple[Rule, ...] = (
         "endpoint.adapters",
         "!has(self.endpoint) || !has(self.endpoint.adapters) || size(self.endpoint.adapters) == 0"
         " || self.endpoint.optimization in ['none', 'vllm']",
-        lambda spec: not _adapters(spec) or spec.endpoint is None or spec.endpoint.optimization in ("none", "vllm"),
         "needs spec.endpoint.optimization none or vllm: others convert a model without adapters",
         "leave one of the two out",
         reads=("endpoint.adapters", "endpoint.optimization"),
@@ -293,7 +221,6 @@ RULES: tuple[Rule, ...] = (
         "!has(self.endpoint) || !has(self.endpoint.traffic) || !has(self.endpoint.traffic.canaryPercent)"
         " || has(self.endpoint.traffic.gateway)"
         " || self.endpoint.traffic.canaryPercent * (self.endpoint.replicas + 1) >= 100",
-        lambda spec: spec.endpoint is None or least_canary_percent(spec.endpoint) <= _canary_percent(spec),
         "must be at least the share of one server beside spec.endpoint.replicas",
         "increase it or spec.endpoint.replicas, or leave it out for one server",
         advice=lambda spec: (
@@ -307,9 +234,6 @@ RULES: tuple[Rule, ...] = (
         "endpoint.traffic.gateway",
         "!has(self.endpoint) || !has(self.endpoint.traffic) || !has(self.endpoint.traffic.gateway)"
         " || has(self.endpoint.traffic.canaryPercent)",
-        lambda spec: (
-            (traffic := _traffic(spec)) is None or traffic.gateway is None or traffic.canary_percent is not None
-        ),
         "needs spec.endpoint.traffic.canaryPercent, the weight of a canary",
         "set spec.endpoint.traffic.canaryPercent to 10",
     ),
@@ -318,7 +242,6 @@ RULES: tuple[Rule, ...] = (
         "endpoint.traffic.hostnames",
         "!has(self.endpoint) || !has(self.endpoint.traffic) || !has(self.endpoint.traffic.hostnames)"
         " || size(self.endpoint.traffic.hostnames) == 0 || has(self.endpoint.traffic.gateway)",
-        lambda spec: (traffic := _traffic(spec)) is None or not traffic.hostnames or traffic.gateway is not None,
         "has no effect without spec.endpoint.traffic.gateway",
         "set spec.endpoint.traffic.gateway, or leave it out",
         reads=("endpoint.traffic.hostnames", "endpoint.traffic.gateway"),
@@ -327,7 +250,6 @@ RULES: tuple[Rule, ...] = (
         "takeover-names-the-endpoint",
         "endpoint.takesOver",
         "!has(self.endpoint) || !has(self.endpoint.takesOver) || has(self.endpoint.name)",
-        lambda spec: spec.endpoint is None or spec.endpoint.takes_over is None or spec.endpoint.name is not None,
         "needs spec.endpoint.name, the name of that job's endpoint",
         "set spec.endpoint.name, by default the name of that job, or leave it out",
     ),
@@ -335,7 +257,6 @@ RULES: tuple[Rule, ...] = (
         "no-canary-by-kserve",
         "endpoint.traffic",
         "!has(self.endpoint) || !has(self.endpoint.traffic) || self.endpoint.runtime != 'kserve'",
-        lambda spec: spec.endpoint is None or spec.endpoint.traffic is None or spec.endpoint.runtime != "kserve",
         "needs a Deployment: spec.endpoint.runtime kserve has no canary in this version",
         "leave it out, or set spec.endpoint.runtime to deployment",
     ),
@@ -343,7 +264,6 @@ RULES: tuple[Rule, ...] = (
         "no-idle-by-kserve",
         "endpoint.idle",
         "!has(self.endpoint) || !has(self.endpoint.idle) || self.endpoint.runtime != 'kserve'",
-        lambda spec: spec.endpoint is None or spec.endpoint.idle is None or spec.endpoint.runtime != "kserve",
         "needs a Deployment: KServe does not scale to zero in Standard mode, the only one that is supported",
         "leave it out, or set spec.endpoint.runtime to deployment",
     ),
@@ -351,7 +271,6 @@ RULES: tuple[Rule, ...] = (
         "no-canary-of-idle-servers",
         "endpoint.idle",
         "!has(self.endpoint) || !has(self.endpoint.idle) || !has(self.endpoint.traffic)",
-        lambda spec: spec.endpoint is None or spec.endpoint.idle is None or spec.endpoint.traffic is None,
         "cannot go with spec.endpoint.traffic: a canary needs servers of the revision before to compare with",
         "leave one of the two out",
         reads=("endpoint.idle", "endpoint.traffic"),
@@ -360,7 +279,6 @@ RULES: tuple[Rule, ...] = (
         "no-takeover-by-idle-servers",
         "endpoint.idle",
         "!has(self.endpoint) || !has(self.endpoint.idle) || !has(self.endpoint.takesOver)",
-        lambda spec: spec.endpoint is None or spec.endpoint.idle is None or spec.endpoint.takes_over is None,
         "cannot go with spec.endpoint.takesOver: two HTTPScaledObjects would have the same host",
         "leave one of the two out",
         reads=("endpoint.idle", "endpoint.takesOver"),
@@ -369,7 +287,6 @@ RULES: tuple[Rule, ...] = (
         "idle-starts-with-one-server",
         "endpoint.replicas",
         "!has(self.endpoint) || !has(self.endpoint.idle) || self.endpoint.replicas == 1",
-        lambda spec: spec.endpoint is None or spec.endpoint.idle is None or spec.endpoint.replicas == 1,
         "must be 1 with spec.endpoint.idle, which starts with one server after none",
         "set spec.endpoint.maxReplicas for more servers under load, or leave out spec.endpoint.idle",
         reads=("endpoint.idle", "endpoint.replicas"),
@@ -379,9 +296,9 @@ RULES: tuple[Rule, ...] = (
         "cpu-counts-cores",
         "resources.cpu",
         None,
-        lambda spec: spec.resources.cpu is None or parse_quantity(spec.resources.cpu) <= MOST_CORES,
         f"counts cores, and must be at most {MOST_CORES:,}",
         "write a number of cores such as 4, or of thousandths of a core such as 4000m",
+        test=lambda spec: spec.resources.cpu is None or parse_quantity(spec.resources.cpu) <= MOST_CORES,
         advice=_cores_advice,
         reads=("resources.cpu",),
     ),

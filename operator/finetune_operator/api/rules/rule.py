@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from pydantic import JsonValue
 
 from finetune_contract.choices import Task
+from finetune_operator.api.rules.cel import predicate
 from finetune_operator.api.types import FineTuneJobSpec
 
 Holds = Callable[[FineTuneJobSpec], bool]
@@ -23,10 +25,11 @@ class Rule:
     """Field to report, from `spec`."""
     cel: str | None
     """CEL that is true if the rule holds; `self` is spec, after defaults. None: see the package's docstring."""
-    holds: Holds
     text: str
     """Rule as a sentence without its full stop."""
     hint: str
+    test: Holds | None = None
+    """Test in Python in place of CEL, or beside CEL where a job's own arithmetic goes further."""
     advice: Callable[[FineTuneJobSpec], str] | None = None
     """Hint with the job's own numbers, if arithmetic helps."""
     cause: Callable[[FineTuneJobSpec], tuple[str, str] | None] | None = None
@@ -39,6 +42,14 @@ class Rule:
     """Schema keywords at `path` that express as much of the rule as possible."""
     schema_around: Mapping[str, JsonValue] = field(default_factory=dict)
     """Schema keywords of the object around the field, if CEL cannot look into the field."""
+
+    @cached_property
+    def holds(self) -> Holds:
+        """Test of a spec."""
+        if self.test is not None:
+            return self.test
+        assert self.cel is not None, f"{self.name} has CEL or a test"
+        return predicate(self.cel)
 
     def reported(self, spec: FineTuneJobSpec) -> tuple[str, str]:
         """Return the field to report for `spec`, which breaks the rule, and the sentence about it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -11,14 +10,13 @@ from pydantic.alias_generators import to_snake
 from pydantic.fields import FieldInfo
 
 from finetune_contract.choices import SMOOTHED_TASKS
-from finetune_operator.api.rules.rule import NO_LOOP, Rule, is_one_of, loops
+from finetune_operator.api.rules.rule import NO_LOOP, Rule, is_one_of
 from finetune_operator.api.types import (
     AdapterSpec,
     CheckpointEverySpec,
     FineTuneJobSpec,
     ModelSpec,
     PreferenceSpec,
-    ScriptSpec,
     TrainingSpec,
 )
 
@@ -57,14 +55,8 @@ def _script_rule(path: str, *, inference: bool = False) -> Rule:
     parts = [to_snake(part) for part in path.split(".")]
     block = reduce(getattr, parts[:-1], _DEFAULTS)
     default = getattr(block, parts[-1])
-
-    def holds(spec: FineTuneJobSpec) -> bool:
-        if spec.script is None:
-            return True
-        if inference and (spec.evaluation is not None or spec.predict is not None):
-            return True
-        return bool(reduce(getattr, parts, spec) == default)
-
+    # CEL cannot read objects without declared fields, and fields of no fixed type.
+    readable = path not in ("training.arguments", "checkpoints.every")
     free = "!has(self.training) || !has(self.training.script)"
     free += " || has(self.evaluation) || has(self.predict)" if inference else ""
     kept = (
@@ -77,9 +69,8 @@ def _script_rule(path: str, *, inference: bool = False) -> Rule:
     return Rule(
         name=f"script-ignores-{path}",
         path=path,
-        # CEL cannot read objects without declared fields, and fields of no fixed type.
-        cel=None if path in ("training.arguments", "checkpoints.every") else f"{free} || {kept}",
-        holds=holds,
+        cel=f"{free} || {kept}" if readable else None,
+        test=None if readable else lambda spec: spec.script is None or reduce(getattr, parts, spec) == default,
         text=f"{text}, and nothing is evaluated or predicted" if inference else text,
         hint="leave it out" + (", or pass it to the program in spec.training.script.hyperparameters" * passed_on),
         reads=(path, "training.script", *(("evaluation", "predict") if inference else ())),
@@ -93,12 +84,8 @@ def _cel(value: Any, field: FieldInfo) -> str:
     return f"'{value}'" if isinstance(value, str) else json.dumps(value)
 
 
-def _stays_inside(path: str, read: Callable[[ScriptSpec], str | None]) -> Rule:
+def _stays_inside(path: str) -> Rule:
     """Return the rule that a path stays below the repository."""
-
-    def holds(spec: FineTuneJobSpec) -> bool:
-        return spec.script is None or ".." not in (read(spec.script) or "").split("/")
-
     given = "".join(
         f" && has(self.{each})" for each in ("training.script", *((path,) if path.endswith("path") else ()))
     )
@@ -106,7 +93,6 @@ def _stays_inside(path: str, read: Callable[[ScriptSpec], str | None]) -> Rule:
         name=f"{path}-stays-inside",
         path=path,
         cel=f"!(has(self.training){given}) || !self.{path}.matches('(^|/)[.][.](/|$)')",
-        holds=holds,
         text="must stay inside the repository",
         hint="write it without ..",
     )
@@ -120,7 +106,6 @@ RULES: tuple[Rule, ...] = (
         "adapter-is-trained",
         "model.adapter.method",
         "self.model.adapter.method == 'none' || has(self.training)",
-        lambda spec: spec.model.adapter.method == "none" or spec.training is not None,
         "applies to training, and spec.training is not set",
         "leave spec.model.adapter out, or write `training: {}`",
     ),
@@ -129,10 +114,6 @@ RULES: tuple[Rule, ...] = (
         "model.adapter",
         f"self.model.adapter.method != 'none' || (self.model.adapter.rank == {_NO_ADAPTER.rank}"
         f" && self.model.adapter.alpha == {_NO_ADAPTER.alpha} && self.model.adapter.dropout == {_NO_ADAPTER.dropout})",
-        lambda spec: (
-            spec.model.adapter.method != "none"
-            or spec.model.adapter.model_copy(update={"target_modules": "auto"}) == _NO_ADAPTER
-        ),
         "has a rank, an alpha or a dropout, which have no effect while its method is none",
         "set spec.model.adapter.method to lora, qlora or dora, or leave spec.model.adapter out",
     ),
@@ -140,16 +121,15 @@ RULES: tuple[Rule, ...] = (
         "adapter-targets-need-a-method",
         "model.adapter.targetModules",
         None,
-        lambda spec: spec.model.adapter.method != "none" or spec.model.adapter.target_modules == "auto",
         "has no effect while spec.model.adapter.method is none",
         "set spec.model.adapter.method to lora, qlora or dora, or leave it out",
+        test=lambda spec: spec.model.adapter.method != "none" or spec.model.adapter.target_modules == "auto",
         reads=("model.adapter.method", "model.adapter.targetModules"),
     ),
     Rule(
         "epochs-or-steps",
         "training.maxSteps",
         "!has(self.training) || !has(self.training.epochs) || !has(self.training.maxSteps)",
-        lambda spec: spec.training is None or spec.training.epochs is None or spec.training.max_steps is None,
         "replaces spec.training.epochs: only one of the two can be set",
         "remove one of the two",
     ),
@@ -157,7 +137,6 @@ RULES: tuple[Rule, ...] = (
         "warmup-needs-scheduler",
         "training.warmupSteps",
         "!has(self.training) || self.training.warmupSteps == 0.0 || self.training.scheduler != 'constant'",
-        lambda spec: spec.training is None or spec.training.warmup_steps == 0 or spec.training.scheduler != "constant",
         "has no effect with the scheduler constant",
         "set spec.training.scheduler to constant_with_warmup, or leave spec.training.warmupSteps out",
     ),
@@ -165,24 +144,17 @@ RULES: tuple[Rule, ...] = (
         "smoothing-needs-classes",
         "training.labelSmoothing",
         f"{NO_LOOP} || self.training.labelSmoothing == 0.0 || {is_one_of(SMOOTHED_TASKS)}",
-        lambda spec: (
-            not loops(spec)
-            or spec.training is None
-            or spec.training.label_smoothing == 0
-            or spec.task in SMOOTHED_TASKS
-        ),
         f"applies to {', '.join(SMOOTHED_TASKS)} only",
         "leave it out",
     ),
     *(_script_rule(path) for path in _LOOP_ONLY),
     *(_script_rule(path, inference=True) for path in _INFERENCE_ONLY),
-    _stays_inside("training.script.git.path", lambda script: script.git.path),
-    _stays_inside("training.script.entryPoint", lambda script: script.entry_point),
+    _stays_inside("training.script.git.path"),
+    _stays_inside("training.script.entryPoint"),
     Rule(
         "preference-is-of-preference-tuning",
         "preference",
         f"self.task == 'preference-tuning' || self.preference.beta == {PreferenceSpec.model_construct().beta}",
-        lambda spec: spec.task == "preference-tuning" or spec.preference == PreferenceSpec(),
         "applies to preference-tuning only",
         "leave spec.preference out",
     ),
@@ -190,9 +162,9 @@ RULES: tuple[Rule, ...] = (
         "checkpoint-interval-is-one",
         "checkpoints.every",
         None,
-        _every_is_one,
         "takes exactly one of steps and minutes",
         "remove one of the two, or write auto",
+        test=_every_is_one,
         reads=("checkpoints.every",),
         schema={"maxProperties": 1},
     ),
@@ -201,7 +173,6 @@ RULES: tuple[Rule, ...] = (
         "training.warmupSteps",
         "!has(self.training) || self.training.warmupSteps < 1.0"
         " || self.training.warmupSteps == double(int(self.training.warmupSteps))",
-        lambda spec: spec.training is None or spec.training.warmup_steps < 1 or spec.training.warmup_steps % 1 == 0,
         "must be a fraction below 1, or a whole number of steps",
         "write a whole number, or a fraction of all steps below 1",
         advice=lambda spec: f"write {spec.training.warmup_steps:.0f}" if spec.training else "",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from finetune_contract.choices import VLLM_TASKS
-from finetune_operator.api.rules.rule import Holds, Rule, is_one_of
+from finetune_operator.api.rules.rule import Rule, is_one_of
 from finetune_operator.api.types import EndpointSpec, FineTuneJobSpec
 
 _NOT_BY_VLLM = "!has(self.endpoint) || self.endpoint.optimization != 'vllm'"
@@ -22,21 +20,11 @@ _QUEUE = EndpointSpec.model_fields["max_queue"].default
 _WITHOUT_RUNTIME = "leave it out, or leave out spec.endpoint.kserveRuntime"
 
 
-def _holds(test: Holds) -> Holds:
-    return lambda spec: not serves_by_vllm(spec) or test(spec)
-
-
-def _runtime_holds(test: Callable[[FineTuneJobSpec, EndpointSpec], bool]) -> Holds:
-    """Return a check of endpoints with `kserveRuntime`."""
-    return lambda spec: spec.endpoint is None or spec.endpoint.kserve_runtime is None or test(spec, spec.endpoint)
-
-
 RULES = (
     Rule(
         "served-vllm-writes-texts",
         "endpoint.optimization",
         f"{_NOT_BY_VLLM} || {is_one_of(VLLM_TASKS)}",
-        _holds(lambda spec: spec.task in VLLM_TASKS),
         f"vllm applies to {', '.join(VLLM_TASKS)} only",
         "leave it out",
     ),
@@ -44,7 +32,6 @@ RULES = (
         "served-vllm-needs-gpus",
         "endpoint.optimization",
         f"{_NOT_BY_VLLM} || type(self.resources.gpusPerNode) != int || int(self.resources.gpusPerNode) > 0",
-        _holds(lambda spec: spec.resources.gpus_per_node != 0),
         "vllm needs GPUs, and spec.resources.gpusPerNode is 0",
         "set spec.resources.gpusPerNode to 1 or more, or leave it out",
     ),
@@ -52,7 +39,6 @@ RULES = (
         "served-vllm-has-no-beams",
         "generation.numBeams",
         f"{_NOT_BY_VLLM} || self.generation.numBeams == 1",
-        _holds(lambda spec: spec.generation.num_beams == 1),
         "must be 1 with spec.endpoint.optimization vllm, which serves no beam search",
         "leave it out, or set spec.endpoint.optimization to none",
     ),
@@ -60,7 +46,6 @@ RULES = (
         "served-vllm-has-no-latency-target",
         "endpoint.maxLatencyMilliseconds",
         f"{_NOT_BY_VLLM} || self.endpoint.maxLatencyMilliseconds == {_LATENCY}",
-        _holds(lambda spec: spec.endpoint is None or spec.endpoint.max_latency_milliseconds == _LATENCY),
         "has no effect with spec.endpoint.optimization vllm, which changes its batch at each token",
         "leave it out, or set spec.endpoint.optimization to none",
     ),
@@ -69,11 +54,6 @@ RULES = (
         "endpoint.maxAdapterRank",
         "!has(self.endpoint) || !has(self.endpoint.maxAdapterRank) || (self.endpoint.optimization == 'vllm'"
         " && has(self.endpoint.adapters) && size(self.endpoint.adapters) > 0)",
-        lambda spec: (
-            spec.endpoint is None
-            or spec.endpoint.max_adapter_rank is None
-            or (serves_by_vllm(spec) and bool(spec.endpoint.adapters))
-        ),
         "has no effect without spec.endpoint.optimization vllm and spec.endpoint.adapters",
         "leave it out",
     ),
@@ -81,7 +61,6 @@ RULES = (
         "kserve-runtime-needs-kserve-and-vllm",
         "endpoint.kserveRuntime",
         f"{_NO_RUNTIME} || (self.endpoint.runtime == 'kserve' && self.endpoint.optimization == 'vllm')",
-        _runtime_holds(lambda _, endpoint: endpoint.runtime == "kserve" and endpoint.optimization == "vllm"),
         "needs spec.endpoint.runtime kserve and spec.endpoint.optimization vllm",
         "leave it out",
     ),
@@ -89,7 +68,6 @@ RULES = (
         "kserve-runtime-reads-a-claim",
         "model.uri",
         f"{_NO_RUNTIME} || has(self.training) || self.model.uri.startsWith('pvc://')",
-        _runtime_holds(lambda spec, _: spec.training is not None or spec.model.uri.startswith("pvc://")),
         "must be in a claim (pvc://) with spec.endpoint.kserveRuntime, or be trained by the job",
         "use pvc://",
     ),
@@ -97,7 +75,6 @@ RULES = (
         "kserve-runtime-checks-no-token",
         "endpoint.token",
         f"{_NO_RUNTIME} || !has(self.endpoint.token)",
-        _runtime_holds(lambda _, endpoint: endpoint.token is None),
         "has no effect with spec.endpoint.kserveRuntime, whose servers check no token",
         _WITHOUT_RUNTIME,
     ),
@@ -105,7 +82,6 @@ RULES = (
         "kserve-runtime-serves-no-adapters",
         "endpoint.adapters",
         f"{_NO_RUNTIME} || !has(self.endpoint.adapters) || size(self.endpoint.adapters) == 0",
-        _runtime_holds(lambda _, endpoint: not endpoint.adapters),
         "is not supported with spec.endpoint.kserveRuntime, for which KServe mounts the model alone",
         _WITHOUT_RUNTIME,
     ),
@@ -113,7 +89,6 @@ RULES = (
         "kserve-runtime-has-no-queue-limit",
         "endpoint.maxQueue",
         f"{_NO_RUNTIME} || self.endpoint.maxQueue == {_QUEUE}",
-        _runtime_holds(lambda _, endpoint: endpoint.max_queue == _QUEUE),
         "has no effect with spec.endpoint.kserveRuntime, whose servers have no limit of waiting requests",
         _WITHOUT_RUNTIME,
     ),
