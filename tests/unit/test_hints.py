@@ -155,6 +155,7 @@ FIELDS = sorted(
 CHOICES = (
     "set it: ", "change it", "set minimum", "set maximum", "set one of them", "write one URI: ", "write a list",
     "write its fields in place of the brackets", "write one of its items, without the list", "leave it out, or write",
+    "write one column: ",
     "did you mean",
     r"write (hf|pvc|file):// before", r"[\w-]+ has accuracy", r"\w+ is better when", "set it to a name of",
     "set it to a pattern", "The fields are: ", "remove one of the two", "write it with", "name two columns",
@@ -244,8 +245,8 @@ def test_a_name_is_in_the_table_once_for_each_place() -> None:
 
 
 OTHER_MEANING = frozenset({
-    "annotations", "dataset", "engine", "every", "format", "image", "labels", "output", "revision", "schedule",
-    "server", "spec", "steps", "strategy", "template",
+    "annotations", "dataset", "dropout", "engine", "every", "format", "image", "labels", "output", "revision",
+    "schedule", "server", "spec", "steps", "storage", "strategy", "template",
 })  # fmt: skip
 """Fields whose name means something else in some objects, where a row says so."""
 

@@ -72,9 +72,9 @@ def _data_file(given: JsonValue, beside: Values, role: str) -> Values:
 
 _COLUMNS_OF_TYPES: Mapping[str, Mapping[str, str]] = {
     "chattemplate": {"messages": "messages"}, "sharegpt": {"messages": "conversations"},
-    "alpaca": {"source": "instruction", "target": "output"}, "completion": {"text": "text"},
+    "completion": {"text": "text"},
 }  # fmt: skip
-"""Type of a data set in axolotl -> its columns."""
+"""Type of a data set in axolotl -> its columns. Rows of alpaca have two of input, which a job joins first."""
 
 
 def _data_sets(given: JsonValue, _beside: Values) -> Values:
@@ -100,8 +100,10 @@ _CLAIM_NAMES = frozenset({"pvc", "pvcname", "claim", "claimname", "persistentvol
 _CLAIM_PATHS = frozenset({"path", "subpath", "folder", "dir", "directory", "file", "pathinclaim"})
 
 
-def _claim_of(_given: JsonValue, beside: Values, block: str) -> Values:
-    """Convert a claim, with a path beside it, into the URI of a block."""
+def _claim_of(given: JsonValue, beside: Values, block: str) -> Values:
+    """Convert a claim, with a path beside or below it, into the URI of a block."""
+    if isinstance(given, dict):
+        beside = {"claimName": given.get("name")} | given
     claim = next((each for name, each in beside.items() if plain(name) in _CLAIM_NAMES), None)
     if not isinstance(claim, str) or not re.fullmatch(_CLAIM_NAME, claim):
         return {}
@@ -126,6 +128,12 @@ def _gate_limit(given: JsonValue, beside: Values) -> Values:
     lower = plain(sign) in ("lt", "lte", "le", "max", "below", "less") or sign.startswith("<")
     lower |= not sign and plain(named).removeprefix("eval") in {*map(plain, LOWER_IS_BETTER), "ppl"}
     return {f"spec.evaluation.gate.{'maximum' if lower else 'minimum'}": given}
+
+
+def _numbered(given: JsonValue, _beside: Values) -> Values:
+    """Convert the names of classes by number."""
+    named = isinstance(given, dict) and all(isinstance(name, str) for name in given.values())
+    return {"spec.dataset.labels": given} if named and given else {}
 
 
 _VARIABLES: Mapping[str, str] = {
@@ -190,5 +198,5 @@ _CONVERSIONS: Mapping[str, Callable[..., Values]] = {
     "held_out": _held_out, "data_file": _data_file, "data_sets": _data_sets, "config_name": _config_name,
     "claim_of": _claim_of, "claim_size": _claim_size, "gate_limit": _gate_limit, "tracked": _tracked,
     "deadline": _deadline, "predictions": _predictions,
-    "results_claim": _results_claim, "on_instances": _on_instances,
+    "results_claim": _results_claim, "numbered": _numbered, "on_instances": _on_instances,
 }  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from pydantic import JsonValue, ValidationError
 
@@ -163,6 +164,10 @@ def _in_document(hint: Hint, path: Path, value: JsonValue, spec: JsonValue) -> H
     if isinstance(hint, Move) and len(hint.places) > 1:
         free = tuple(place for place in hint.places if given_at(place) is None)
         hint = Move(free) if free else hint
+    if isinstance(hint, SetTo) and len(hint.fields) > 1:
+        # An address that the job gives stays.
+        kept = {field: each for field, each in hint.fields.items() if not (field.endswith(".uri") and given_at(field))}
+        hint = replace(hint, fields=kept) if kept else hint
     own, target = dotted(("spec", *path)), changes(hint, dotted(("spec", *path)), value)
     taken = {field: given_at(field) for field in target}
     inside = any(own.startswith(f"{field}.") for field in taken)

@@ -18,6 +18,7 @@ _NUMBER = re.compile(r"[-+]?[0-9.]+(?:e[-+]?[0-9]+)?", re.IGNORECASE)
 _POWER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*[*x\u00d7]\s*10\s*(?:\^|\*\*)\s*\(?(-?[0-9]+)\)?")
 """Power of ten as in a paper: `2*10^-5`."""
 _GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
+_COMMA = re.compile(r"[0-9]+,[0-9]+")
 _COUNTED = re.compile(r"(?:[<>]=?|about|at (?:least|most)|max|last)?\s*([0-9]+(?:\.[0-9]+)?)\s*(?:x|[A-Za-z]{3,})?")
 """Number with the unit that the field has anyway, or with a word that it implies: `512 tokens`, `last 3`."""
 _SECONDS: Mapping[str, float] = {
@@ -68,6 +69,8 @@ def _numbers(text: str, leaf: str) -> Iterator[float | int]:
         yield from numbers_of(f"{found[1]}e{found[2]}")
     if _GROUPED.fullmatch(text):
         yield int(text.replace(",", ""))
+    elif _COMMA.fullmatch(text):
+        yield from numbers_of(text.replace(",", "."))
     if timed and (seconds := seconds_of(text)) is not None:
         yield round(seconds * (1000 if "Milliseconds" in leaf else 1))
     elif found := _MULTIPLE.fullmatch(text):

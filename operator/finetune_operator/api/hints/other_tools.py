@@ -37,7 +37,8 @@ def recognise(value: Mapping[str, JsonValue]) -> Problem | None:
         ("spec", spec if isinstance(spec, dict) else {}, tuple(spec_fields())),
     ):
         tool = _tool([name for name in inner if name not in known])
-        if tool is not None:
+        # Blocks of a FineTuneJob among them are checked with the names, one by one.
+        if tool is not None and not any(isinstance(inner.get(name), dict) for name in known if name != "metadata"):
             return _configuration(path, tool, inner)
     return None
 

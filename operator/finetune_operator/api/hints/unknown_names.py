@@ -96,9 +96,9 @@ def _in_job(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], ar
         return _relocated(_by_row(row, path, value, around), path)
     if parent == "columns" and "textPair" in names:
         return _column(name, names, around) or _names_here(names)
-    if (misspelt := _misspelt(path, value, names)) is not None:
+    if row is None and (misspelt := _misspelt(path, value, names)) is not None:
         return misspelt
-    places = namesakes(path)
+    places = _near(path, value)
     if fitting_places := tuple(place for place in places if could_hold(place, value)):
         return _moved(fitting_places, value)
     if row is not None:
@@ -120,6 +120,15 @@ def _in_job(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], ar
         places = tuple(place for place in namesakes((*path[:-1], far[0])) if could_hold(place, value))
         return _moved(places, value) if places else None
     return None
+
+
+def _near(path: Sequence[PathPart], value: JsonValue) -> tuple[str, ...]:
+    """Return the namesakes of a name, without those of stages that the job may not have: a number of replicas of
+    training pods is none of servers.
+    """
+    others = tuple(f"spec.{stage}." for stage in ("endpoint", "predict") if stage != str(path[1:2] and path[1]))
+    deep = len(path) > 2 or isinstance(value, dict)
+    return tuple(place for place in namesakes(path) if not (deep and place.startswith(others)))
 
 
 def _misspelt(path: Sequence[PathPart], value: JsonValue, names: Sequence[str]) -> Hint | None:
@@ -150,16 +159,16 @@ def could_hold(field: str, value: JsonValue) -> bool:
 
 
 def _resembles(name: str, path: Sequence[PathPart], value: JsonValue) -> bool:
-    """Return False for a text in place of a number, and for an object that has no field of the one, with a name that is
-    only somewhat similar.
+    """Return False for a text in place of a number or an object, and for an object that has no field of the one, with a
+    name that is only somewhat similar.
     """
     field = dotted((*path[:-1], name))
     shape = shape_at(field)
     if difflib.SequenceMatcher(None, name, str(path[-1])).ratio() >= _CLOSER:
         return True
     if not isinstance(value, dict):
-        number = shape is not None and isinstance(shape.body, Number)
-        return not (number and isinstance(value, str)) or fitting(field, value) is not None
+        text = isinstance(value, str) and shape is not None and isinstance(shape.body, Number | Fields | Map)
+        return not text or fitting(field, value) is not None
     return shares_fields(field, value)
 
 
@@ -299,7 +308,9 @@ def _by_row(row: NameRow, path: Sequence[PathPart], value: JsonValue, around: Ar
     if row.advice:
         return row.advice
     first = value[0] if isinstance(value, list) and value else value
-    inside = content(path, first, around) if isinstance(first, dict) else None
+    # The content of an object that stands for one of ours is that of ours.
+    within = tuple(row.field.split(".")) if row.value == {} else path
+    inside = content(within, first, around) if isinstance(first, dict) else None
     if not row.field:
         return row.answer if inside is None else inside
     if isinstance(value, str) and is_secret_name(str(path[-1])):
@@ -310,7 +321,8 @@ def _by_row(row: NameRow, path: Sequence[PathPart], value: JsonValue, around: Ar
     if own is not None and (row.value is None or row.value == {}):
         return _placed(own, path, row)
     if row.value is not None and row.value != {}:
-        return SetTo({row.field: row.value, **(inside.fields if inside else {})}, "" if inside else row.note)
+        fields = {row.field: row.value, **(inside.fields if inside else {})}
+        return SetTo(fields, inside.note if inside else row.note)
     if inside is not None:
         return inside
     if row.value == {} and isinstance(value, dict | bool):
@@ -348,7 +360,7 @@ def content(path: Sequence[PathPart], value: Mapping[str, JsonValue], around: Ar
             fields[field] = total + each if counted and isinstance(total, int) and isinstance(each, int) else each
         if not found:
             left.append(name)
-    note = f"{', '.join(left)}: no counterpart" if left and len(left) < len(value) else ""
+    note = f"not translated: {', '.join(left)}" if left else ""
     return SetTo(fields, note) if fields else None
 
 
@@ -361,13 +373,16 @@ def translated(path: Sequence[PathPart], given: JsonValue, around: Around) -> Ma
         return {"spec.resources.accelerator.resource": name, "spec.resources.gpusPerNode": given}
     first = given[0] if isinstance(given, list) and given and isinstance(given[0], dict) else given
     ours = next((str(path[at - 1]) for at in range(len(path) - 1, 0, -1) if shape_at(dotted(path[:at]))), "")
+    here = dotted(path)
+    if shape_at(here) is not None and (accepted := fitting(here, given)) is not None:
+        return {here: accepted}
     joined = find_name(f"{above}_{name}", "") if above not in _CONTAINERS else None
     row = find_name(name, above)
     row = row if row is not None and row.under else joined or row
     row = row or (None if name in MEANINGLESS_ALONE else find_name(name, ours))
     if row is not None:
         return changes(_relocated(_by_row(row, path, given, around), path), dotted(path), given)
-    places = () if name in MEANINGLESS_ALONE else namesakes(path)
+    places = () if name in MEANINGLESS_ALONE else _near(path, given)
     place = places[0] if len(places) == 1 else field_by_words((f"{above}_{name}",))
     if place is not None and isinstance(given, list) and could_hold(place, given):
         return {place: given}

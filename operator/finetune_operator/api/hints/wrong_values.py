@@ -24,7 +24,7 @@ from finetune_operator.api.hints.own_fields import dotted, shape_at
 from finetune_operator.api.meant_uris import is_uri, listed, rows_in_files, uri_hint
 from finetune_operator.api.problems import PathPart, holds_secret, is_secret_name
 from finetune_operator.api.shapes import Boolean, Fields, Items, Map, Number, Scalars, Shape, Text, accepts, sentence
-from finetune_operator.api.support import served_schemes, served_words
+from finetune_operator.api.support import served_schemes, served_words, works
 
 _LONGEST = 200
 """Maximum characters of a text whose meaning is searched for."""
@@ -154,12 +154,17 @@ def meant(shape: Shape, field: str, value: JsonValue, around: Around = NOTHING_A
         case Items(item):
             found = _list(shape, item, leaf, value)
         case Fields(fields):
-            found = _object(shape, fields, field, value, around)
+            works_here = {name: inner for name, inner in fields.items() if _works(f"{field}.{name}")}
+            found = _object(shape, works_here, field, value, around)
         case Map():
             found = _free_object(leaf, value)
         case _:
             found = None
     return found or _word(shape, field, value)
+
+
+def _works(field: str) -> bool:
+    return works(field.removeprefix("spec."))
 
 
 def _number(shape: Shape, leaf: str, value: JsonValue, minimum: float | None) -> Hint | None:
@@ -172,6 +177,8 @@ def _number(shape: Shape, leaf: str, value: JsonValue, minimum: float | None) ->
             if accepts(shape, 0) and plain(value) in ("none", "never", "no", "off"):
                 return ReplaceBy(0)
             return Drop("the default applies") if plain(value) in ("auto", "default") and not shape.required else None
+        case 0 if leaf == "epochs":
+            return "write 1, or leave out spec.training to train nothing"
         case -1 if not shape.required:
             return Drop("the default applies")
         case int() if minimum is not None and value < minimum:
@@ -198,6 +205,8 @@ def _text(body: Text, field: str, value: JsonValue) -> Hint | None:
             return ReplaceBy(only, words="write its one item without the list")
         case [_, *_] if "dataset" in field and leaf == "uri":
             return "write one URI: a folder with all files, or a glob such as file://data/*.csv"
+        case [_, *_] if ".columns." in field:
+            return "write one column: join several in the data first (a second text of text-classification is textPair)"
         case [_, *_]:
             return "write one of its items, without the list: only one is supported"
         case dict():
