@@ -11,7 +11,7 @@ from difflib import get_close_matches
 
 from pydantic import JsonValue
 
-from finetune_operator.api.deepspeed_keys import KNOWN_KEYS, OPEN_SECTIONS
+from finetune_operator.api.deepspeed_keys import known_keys, open_sections
 from finetune_operator.api.hint_values import Drop, Rename
 from finetune_operator.api.problems import Problem, describe_value, format_path
 
@@ -53,7 +53,7 @@ def _problems(values: Mapping[str, JsonValue], parents: tuple[str, ...]) -> Iter
         path = (*parents, key)
         full = (*_FIELD, *path)
         where, shown = format_path(full), describe_value(value, full)
-        known_keys = KNOWN_KEYS.get(parents)
+        known = known_keys().get(parents)
         if path in OWNED_KEYS:
             from finetune_operator.api.hints.unknown_names import owned
 
@@ -62,8 +62,8 @@ def _problems(values: Mapping[str, JsonValue], parents: tuple[str, ...]) -> Iter
             if path in _SWITCHES and isinstance(value, bool):
                 hint = owned(field, path[0]) if value else Drop("spec.training.precision auto decides it")
             yield Problem(where, shown, f"is set by spec.{field}", hint, reason="Forbidden")
-        elif known_keys is not None and key not in known_keys:
-            near = _nearest(key, known_keys)
+        elif known is not None and key not in known:
+            near = _nearest(key, known)
             yield Problem(
                 where,
                 shown,
@@ -71,9 +71,9 @@ def _problems(values: Mapping[str, JsonValue], parents: tuple[str, ...]) -> Iter
                 Rename(near) if near else Drop(),
                 reason="Unknown",
             )
-        elif isinstance(value, dict) and (path in KNOWN_KEYS or path[0] in OPEN_SECTIONS):
+        elif isinstance(value, dict) and (path in known_keys() or path[0] in open_sections()):
             yield from _problems(value, path)
-        elif path in KNOWN_KEYS:
+        elif path in known_keys():
             yield Problem(where, shown, "must be an object for DeepSpeed", "write its keys below it")
 
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-import yaml
 from pydantic import JsonValue
 
 from finetune_operator import tables
@@ -86,11 +85,8 @@ class ValueRow:
         return SetTo(self.set, self.note) if self.set else Drop(self.none) if self.none else self.advice
 
 
-@cache
 def _table() -> Mapping[str, Any]:
-    loader: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-    table: Mapping[str, Any] = yaml.load(tables.text("foreign_names.yaml"), Loader=loader)
-    return table
+    return tables.document("foreign_names.yaml")
 
 
 @cache

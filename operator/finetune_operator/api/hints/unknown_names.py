@@ -14,7 +14,7 @@ from itertools import islice
 from pydantic import JsonValue
 
 from finetune_contract.metrics import LOWER_IS_BETTER, METRICS, metrics_of
-from finetune_operator.api.deepspeed_keys import KNOWN_KEYS
+from finetune_operator.api.deepspeed_keys import known_keys
 from finetune_operator.api.field_names import plain
 from finetune_operator.api.hint_values import Drop, Hint, Move, Rename, SetTo, changes
 from finetune_operator.api.hints.around import GLOBAL_BATCH, MICRO_BATCH, Around, rows_of_a_step
@@ -219,7 +219,7 @@ def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], 
         listed = find_name(name, "dataset")
         said = words_of(name)[-1:] in (["column"], ["field"]) or (listed is None and not isinstance(value, dict | list))
         return SetTo({f"{_COLUMNS}.{column}": value}) if said and isinstance(value, str) else None
-    if name in KNOWN_KEYS.get(("zero_optimization",), ()) and "_" in name and find_name(name, "") is None:
+    if name in known_keys().get(("zero_optimization",), ()) and "_" in name and find_name(name, "") is None:
         return Move((f"spec.parallelism.deepspeedConfig.zero_optimization.{name}",))
     return None
 
