@@ -78,9 +78,10 @@ def validate(
 ) -> None:
     """Check job files, without network, model or data.
 
-    Report all problems at once, each with its line, field, value, rule and hint. With --cluster, also report
-    URIs that only a local run can use (file:// and pkg://). With --data, also read the first 10,000 rows of each
-    split as the prepare stage does, which takes some seconds.
+    Report all problems at once, each with its line, field, value, rule and hint. With -o json, a hint that leaves
+    no choice is also data, as the change of the file. With --cluster, also report URIs that only a local run can
+    use (file:// and pkg://). With --data, also read the first 10,000 rows of each split as the prepare stage does,
+    which takes some seconds.
 
     \b
     Examples:
