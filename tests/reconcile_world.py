@@ -131,10 +131,6 @@ class World:
     """True if HTTPScaledObjects are served."""
     idle_scaling: IdleScalingView | None = None
     """State of the endpoint's HTTPScaledObject."""
-    taken_by: str | None = None
-    """Job that has taken the endpoint over."""
-    former_endpoint: str | None = None
-    """Service of the job whose endpoint is taken over."""
     canary_reading: CanaryReading | None = None
     """Last reading of the servers' metrics."""
     autoscaler: AutoscalerView | None = None
@@ -209,7 +205,6 @@ class World:
             custom_metrics=self.custom_metrics, autoscaler=self.autoscaler, canary_reading=self.canary_reading,
             http_routes=self.http_routes, route=self.route,
             http_scaled_objects=self.http_scaled_objects, idle_scaling=self.idle_scaling,
-            taken_by=self.taken_by, former_endpoint=self.former_endpoint,
         )  # fmt: skip
         for name in pods_being_deleted(self.job(), seen):
             self.last_logs[name] = self.logs.get(name, "")

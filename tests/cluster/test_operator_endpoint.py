@@ -322,43 +322,30 @@ def test_endpoint_scaled_to_zero_by_keda_is_idle_until_a_request(world: World) -
     wait_until(lambda: world.api.get(scaler) is not None, "an autoscaler takes its place")
 
 
-def test_endpoint_is_taken_over_by_another_job_and_back(world: World) -> None:
+def test_endpoint_of_another_job_is_left_alone_and_labels_select_either(world: World) -> None:
     for job in ("old", "new"):
         world.kubelet.playbook.set(job, "serve", RUNS)
     world.apply("old", {**ALONE, "endpoint": DEPLOYED})
     answers(world, "old")
     path = world.path("v1", "services", "old-endpoint")
     before = world.api.get(path)
-    claim = {"name": "old", "takesOver": "old"}
-    world.apply("new", {**ALONE, "endpoint": {**DEPLOYED, **claim, "resources": {"cpu": "4000"}}})
-    status = world.wait("new", "its servers start", lambda one: condition(one, "Ready").get("reason") != "InProgress")
-    assert conditions(status)["Ready"] == "False"
-    assert world.api.get(path) == before, "the URL leads to the old job until the new one's servers answer"
-    world.change("new", {"endpoint": {"resources": None}})
-    status = answers(world, "new")
-    assert status["endpoint"]["takenOverFrom"] == "old"
-    assert status["artifacts"]["endpointUrl"] == f"http://old-endpoint.{world.namespace}.svc"
-    found = world.api.get(path)
-    assert before is not None
-    assert found is not None
-    assert (found["metadata"]["uid"], found["spec"]["clusterIP"]) == (
-        before["metadata"]["uid"], before["spec"]["clusterIP"],
-    )  # fmt: skip
-    assert [one["name"] for one in found["metadata"]["ownerReferences"]] == ["new"]
-    assert found["spec"]["selector"]["finetune.dev/job"] == "new"
-    status = world.wait_phase("old", "Succeeded")
-    assert status["endpoint"]["takenOverBy"] == "new"
-    wait_until(lambda: world.of_job("old", APPS, "deployments") == [], "the old job's servers are gone")
-    world.wait_event("old", "the takeover is reported", lambda kind, reason, _: reason == "EndpointTakenOver")
-    world.delete("new")
-    wait_until(
-        lambda: (
-            (world.api.get(path) or {"metadata": {}})["metadata"].get("ownerReferences", [{}])[0].get("name") == "old"
-        ),
-        "the old job serves again",
-    )
-    world.wait_phase("old", "Serving")
-    assert "takenOverBy" not in answers(world, "old")["endpoint"]
+    # takesOver is a retired field: stored jobs and manifests keep it, and it has no effect.
+    world.apply("new", {**ALONE, "endpoint": {**DEPLOYED, "name": "old", "takesOver": "old"}})
+    status = world.wait("new", "the name is refused", lambda one: conditions(one).get("Stalled") == "True")
+    assert condition(status, "Stalled")["reason"] == "NameTaken"
+    assert any("spec.endpoint.takesOver is retired" in one for one in status["plan"]["reasons"])
+    assert world.of_job("new", APPS, "deployments") == [], "no server starts that nobody could reach"
+    assert world.api.get(path) == before
+    world.change("new", {"endpoint": {"name": None}})
+    answers(world, "new")
+    selectors = [
+        world.api.get(world.path("v1", "services", f"{job}-endpoint"))["spec"]["selector"]  # type: ignore[index]
+        for job in ("old", "new")
+    ]
+    assert [(one["finetune.dev/job"], one["finetune.dev/stage"]) for one in selectors] == [
+        ("old", "serve"), ("new", "serve"),
+    ]  # fmt: skip
+    assert world.api.get(path) == before
 
 
 def test_job_that_only_serves_needs_no_claim_and_stops_while_suspended(world: World) -> None:

@@ -61,6 +61,10 @@ WRITING: Mapping[Task, str] = {
     "translation": "google-t5/t5-small",
 }
 """Tasks with written answers -> small models that can write them."""
+RETIRED: Mapping[str, str] = {
+    "endpoint.takesOver": "a Service or an HTTPRoute of your own leads requests from one job's endpoint to another's",
+}
+"""Fields without effect, which the schema keeps so that stored jobs and manifests stay valid -> what to use."""
 MOST_NOTICES = 20
 """Maximum number of notices for one job; they go into an object's status, and nobody reads more."""
 
@@ -70,7 +74,7 @@ def notices(spec: FineTuneJobSpec) -> tuple[str, ...]:
     settled = settle(spec)
     more = len(settled.notes) - MOST_NOTICES
     rest = (f"{more} more settings are ignored or mapped to fields",) if more > 0 else ()
-    found = (_unusual, _of_gate, _of_own_metrics, _of_servers, _of_stopping, _of_trackers)
+    found = (_retired, _unusual, _of_gate, _of_own_metrics, _of_servers, _of_stopping, _of_trackers)
     return (*settled.notes[:MOST_NOTICES], *rest, *(each for kind in found for each in kind(settled.spec)))
 
 
@@ -89,6 +93,14 @@ LEAST_SERVER = "1Gi"
 """Memory up to which no server works: 498 MiB of a tiny model's are anonymous and 400 MiB its libraries' files, and
 Linux drops the latter and reads them again.
 """
+
+
+def _retired(spec: FineTuneJobSpec) -> Iterator[str]:
+    """Yield fields that have no effect any more."""
+    values = spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    for path, instead in RETIRED.items():
+        if value_at(values, tuple(path.split("."))) is not None:
+            yield f"spec.{path} is retired and has no effect: {instead}"
 
 
 def _of_gate(spec: FineTuneJobSpec) -> Iterator[str]:

@@ -27,7 +27,6 @@ from finetune_operator.reconcile.endpoint_phase import (
     with_serve_stage,
     without_servers,
 )
-from finetune_operator.reconcile.endpoint_takeover import without_endpoint
 from finetune_operator.reconcile.next_attempt import following_attempt, proceed
 from finetune_operator.reconcile.planned import (
     context,
@@ -73,8 +72,6 @@ def decide(
     """Decide about `job` now. Equal values give an equal decision; once it is carried out, the next changes nothing."""
     if job.deleting or job.managed_by not in (None, "", MANAGER):
         return Decision(status=job.status)
-    if observed.taken_by is not None:
-        job = without_endpoint(job)
     inputs = Inputs(job, observed, now, settings, progress)
     state = reopened(ReconcileState(inputs, Decision(job.status), end=ended(job.status)))
     if state.end is not None:

@@ -38,14 +38,6 @@ from finetune_operator.reconcile.endpoint_rollout import (
     with_rollout_events,
     with_rollout_problem,
 )
-from finetune_operator.reconcile.endpoint_takeover import (
-    Takeover,
-    takeover_of,
-    takeover_readiness,
-    waits_to_take_over,
-    with_takeover,
-    without_service,
-)
 from finetune_operator.reconcile.idle_state import idle_details, idle_readiness, is_idle, with_idle
 from finetune_operator.reconcile.planned import context, plan_now, plan_status, problems_text
 from finetune_operator.reconcile.reconcile_state import Readiness, ReconcileState, Stalled, reference
@@ -75,8 +67,12 @@ LEAST_DELAY_SECONDS = 1.0
 
 
 def reopened(state: ReconcileState) -> ReconcileState:
-    """Reopen a job that has succeeded if it has got an endpoint since."""
+    """Reopen a job that has succeeded if it has got an endpoint since; not one whose endpoint another job took over
+    while jobs could do that, as its Service is the other job's.
+    """
     if state.end != "Succeeded" or state.job.job is None or state.spec.endpoint is None:
+        return state
+    if state.status.endpoint is not None and state.status.endpoint.taken_over_by is not None:
         return state
     return replace(state, end=None).with_status(completion_time=None)
 
@@ -92,20 +88,16 @@ def with_serve_stage(state: ReconcileState, stages: tuple[StageStatus, ...]) -> 
 
 def remove_endpoint(state: ReconcileState) -> ReconcileState:
     """Delete the endpoint that the job should not have: it is no longer requested, or the job is suspended."""
-    taken_by = state.observed.taken_by
-    has_endpoint = state.job.job is not None and state.spec.endpoint is not None and state.end is None
-    if has_endpoint and not state.suspended:
+    requested = state.job.job is not None and state.spec.endpoint is not None
+    if requested and state.end is None and not state.suspended:
         return state
     artifacts, history = state.status.artifacts, state.status.endpoint
-    state = state.with_status(endpoint=stopped(history, state) if state.suspended or taken_by else None)
+    taken = requested and history is not None and history.taken_over_by is not None
+    state = state.with_status(endpoint=stopped(history, state) if state.suspended or taken else None)
     if artifacts is not None and artifacts.endpoint_url is not None:
         state = state.with_status(artifacts=artifacts.model_copy(update={"endpoint_url": None}))
         reason = "runPolicy.suspend is true" if state.suspended else "spec.endpoint was removed"
-        if taken_by is not None:
-            url = artifacts.endpoint_url
-            state = state.with_event("EndpointTakenOver", f"FineTuneJob {taken_by} has taken over {url}.")
-        else:
-            state = state.with_event("EndpointRemoved", f"The endpoint is deleted: {reason}.")
+        state = state.with_event("EndpointRemoved", f"The endpoint is deleted: {reason}.")
     servers = [one for one in state.observed.endpoints if not one.deleting]
     if not servers:
         return state
@@ -113,8 +105,7 @@ def remove_endpoint(state: ReconcileState) -> ReconcileState:
     names = JobNames.of(state.job.name)
     beside = [ObjectRef(*kind, names.endpoint) for kind in SHARED_KINDS if kind != SERVICE_KIND]
     beside.extend((*_route(state), *_idle_scaling(state)))
-    if taken_by is None:
-        beside.append(ObjectRef(*SERVICE_KIND, names.endpoint_service(None if history is None else history.name)))
+    beside.append(ObjectRef(*SERVICE_KIND, names.endpoint_service(None if history is None else history.name)))
     return state.with_actions(remove=(*beside, *(ref for one in servers for ref in _revision_objects(state, one))))
 
 
@@ -167,16 +158,35 @@ def serve(state: ReconcileState) -> ReconcileState:
     if not state.started:
         state = state.with_actions(create=shared(job_plan, surroundings))
     state = with_rollout_events(state, rolled, wanted.desired).with_status(endpoint=rolled.status)
-    state = state.with_actions(remove=_unneeded(state, wanted))
-    takeover = takeover_of(state, rolled)
-    state = with_takeover(state, takeover, rolled)
+    state = _named(state.with_actions(remove=_unneeded(state, wanted)), rolled)
     if wanted.kept or rolled.failed is not None:
         # The plan is that of the revision that failed.
         state = _running(state, current, rolled, objects)
     else:
-        state = _applied(state, current, rolled, objects, takeover is Takeover.NOW)
-    state = state.with_actions(apply=(*state.decision.apply, *_changed_by_canary(wanted)))
-    return _with_conditions(without_service(state) if takeover is Takeover.WAITING else state)
+        state = _applied(state, current, rolled, objects)
+    return _with_conditions(state.with_actions(apply=(*state.decision.apply, *_changed_by_canary(wanted))))
+
+
+def _former_service(state: ReconcileState) -> str | None:
+    """Return the name of the Service that the endpoint has had; None if it is to keep that name, or has none yet."""
+    names, before, endpoint = JobNames.of(state.job.name), state.job.status.endpoint, state.spec.endpoint
+    if before is None or endpoint is None:
+        return None
+    former = names.endpoint_service(before.name)
+    return None if former == names.endpoint_service(endpoint.name) else former
+
+
+def _named(state: ReconcileState, rolled: Rollout) -> ReconcileState:
+    """Return the state with the endpoint's name, and without the Service of its former name: once the URL leads to the
+    wanted revision, as its Service is applied then.
+    """
+    former, endpoint = _former_service(state), state.spec.endpoint
+    assert endpoint is not None, "the job has an endpoint"
+    if rolled.serving_revision != rolled.target:
+        return state
+    if former is not None:
+        state = state.with_actions(remove=(*state.decision.remove, ObjectRef(*SERVICE_KIND, former)))
+    return state.with_status(endpoint=rolled.status.model_copy(update={"name": endpoint.name}))
 
 
 @dataclass(frozen=True)
@@ -273,19 +283,17 @@ def _refused(state: ReconcileState, current: StageStatus) -> ReconcileState:
     return _with_stall(state.with_stage(held).requeue(at), reason, message)
 
 
-def _applied(
-    state: ReconcileState, current: StageStatus, rolled: Rollout, objects: EndpointObjects, takes_url: bool
-) -> ReconcileState:
-    """Create or change the objects of the wanted revision; all of the endpoint once the URL leads to it. `takes_url`:
-    True if it is taken over from another job now.
-    """
+def _applied(state: ReconcileState, current: StageStatus, rolled: Rollout, objects: EndpointObjects) -> ReconcileState:
+    """Create or change the objects of the wanted revision; all of the endpoint once the URL leads to it."""
     servers = rolled.target_view
     scaled = servers is not None and _scaled(servers, objects)
+    # A Service of the new name may be missing although the servers are up to date.
+    changed = scaled or _former_service(state) is not None
     if rolled.serving_revision != rolled.target:
         # Until it takes over, the objects that all revisions share are those of the one that serves.
         state = state.with_actions(apply=objects.servers if servers is None or scaled else ())
         return _running(state, current, rolled, objects)
-    if servers is not None and not rolled.takes_over and servers.digest == objects.digest and not (scaled or takes_url):
+    if servers is not None and not rolled.takes_over and servers.digest == objects.digest and not changed:
         return _running(state, current, rolled, objects)
     names, kinds = JobNames.of(state.job.name), {(one["apiVersion"], one["kind"]) for one in objects.manifests}
     unwanted = tuple(ObjectRef(*kind, names.endpoint) for kind in OPTIONAL_KINDS if kind not in kinds)
@@ -294,8 +302,6 @@ def _applied(
     name = f"{RUNTIMES[objects.runtime][1]} {names.servers(rolled.target)}"
     if rolled.serving is None and servers is None:
         state, unwanted = state.with_event("StageStarted", f"Stage serve runs as {name}."), ()
-    elif takes_url:
-        pass
     elif servers is not None and not rolled.takes_over and servers.digest == objects.digest:
         state = state.with_event(
             "EndpointUpdated", f"{name} is scaled to {objects.replicas} server{'s' * (objects.replicas > 1)}."
@@ -377,8 +383,6 @@ def _with_conditions(state: ReconcileState) -> ReconcileState:
 def _readiness(state: ReconcileState, url: str) -> Readiness:
     status = state.status.endpoint
     servers = None if status is None else view_of(state, status.revision)
-    if status is not None and waits_to_take_over(state):
-        return takeover_readiness(state)
     if status is not None and servers is not None and servers.available > 0:
         count = f"{servers.available} of {servers.replicas} server{'s' * (servers.replicas > 1)}"
         return Readiness(

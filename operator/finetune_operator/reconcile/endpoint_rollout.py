@@ -412,17 +412,10 @@ def _aborted(one: RevisionStatus) -> RevisionStatus:
 
 
 def stopped(status: EndpointStatus | None, state: ReconcileState) -> EndpointStatus | None:
-    """Return the history of an endpoint whose servers are deleted: the job is suspended, or another one has taken its
-    endpoint over.
-    """
-    by = state.observed.taken_by
-    if by is not None:
-        status = (status or EndpointStatus()).model_copy(update={"taken_over_by": by, "taken_over_from": None})
+    """Return the history of an endpoint whose servers are deleted, because the job is suspended."""
     if status is None or all(one.state == "Ended" for one in status.revisions):
         return status
     why = {"reason": "Suspended", "message": "runPolicy.suspend is true.", "end_time": state.now}
-    if by is not None:
-        why |= {"reason": "TakenOver", "message": f"FineTuneJob {by} has taken the endpoint over."}
     running = (_aborted(one) if one.canary_result == "Running" else one for one in status.revisions)
     revisions = tuple(
         one if one.state == "Ended" else one.model_copy(update={"state": "Ended", **why}) for one in running

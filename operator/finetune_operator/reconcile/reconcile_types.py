@@ -346,10 +346,6 @@ class Observed:
     """HTTPScaledObject of the endpoint; None: there is none, or it has not been read."""
     autoscaler: AutoscalerView | None = None
     """Autoscaler of the endpoint; None: there is none, or its state is not known."""
-    taken_by: str | None = None
-    """Job that has taken the endpoint over; None: the URL leads to this job."""
-    former_endpoint: str | None = None
-    """Service of the job in spec.endpoint.takesOver; None: there is no such job, or it has no endpoint."""
     canary_reading: CanaryReading | None = None
     """Last reading of the servers' metrics; None: there was none."""
     last_progress_at: datetime | None = None

@@ -29,7 +29,6 @@ from finetune_operator.kubernetes_api.resources import (
     SERVICE,
     resource_of,
 )
-from finetune_operator.reconcile.endpoint_takeover import former_job, service_of
 from finetune_operator.reconcile.reconcile_types import (
     JobView,
     ObjectRef,
@@ -101,7 +100,7 @@ class JobObjects:
         """Create the object, or change the existing one if it is this job's."""
         ref = ObjectRef.of(manifest)
         found = await self._found(job, ref)
-        if found is not None and not _is_ours(found, job) and not _is_taken_over(found, job):
+        if found is not None and not _is_ours(found, job):
             if _is_being_deleted(found) or _is_of_earlier_job(found, job):
                 raise ConflictError(
                     f"{ref.kind} {ref.name}", 409, "Conflict", "an object of that name is being deleted"
@@ -186,17 +185,6 @@ def _is_of_earlier_job(found: Mapping[str, JsonValue], job: JobView) -> bool:
         and owner.get("uid") != job.uid
         for owner in owners
     )
-
-
-def _is_taken_over(found: Mapping[str, JsonValue], job: JobView) -> bool:
-    """Return whether it is the Service of the job whose endpoint this one takes over."""
-    metadata = found.get("metadata")
-    if not isinstance(metadata, dict) or found.get("kind") != SERVICE.kind or metadata.get("name") != service_of(job):
-        return False
-    if _is_being_deleted(found):
-        return False
-    owner = controller_of(metadata)
-    return owner is not None and (owner.kind, owner.name) == (FINETUNE_JOB.group_kind, former_job(job))
 
 
 def _version(found: Mapping[str, JsonValue]) -> str:

@@ -41,7 +41,6 @@ from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import LearnedRatios
 from finetune_operator.reconcile.autoscaling import autoscaler_view, has_autoscaler
 from finetune_operator.reconcile.endpoint_parts import is_due
-from finetune_operator.reconcile.endpoint_takeover import former_job, service_of, taken_by
 from finetune_operator.reconcile.idle_state import idle_scaling_view, scales_to_zero
 from finetune_operator.reconcile.learning import learned_from
 from finetune_operator.reconcile.observed import pods_being_deleted, redacted_log, wanted_logs
@@ -92,8 +91,6 @@ class Reconciler:
         self._status_writes: asyncio.Queue[tuple[JobKey, StatusWrite]] = asyncio.Queue()
         self.events = JobEvents(state)
         self._foreign = ForeignObjects(state, self.events.add)
-        self._formers: dict[JobKey, str] = {}
-        """Former job of each job that takes an endpoint over."""
 
     async def work(self) -> None:
         """Run one worker, until the queue is closed."""
@@ -166,7 +163,6 @@ class Reconciler:
     async def _reconcile(self, key: JobKey) -> Outcome | StatusWrite:
         job = self._state.store.job(key)
         if job is None:
-            self._requeue_former(key, None)
             self.forget(key)
             self._foreign.report(key)
             return "gone"
@@ -207,8 +203,6 @@ class Reconciler:
         outcome = await self._write_status(key, job, version, decision, memory)
         if outcome != "done":
             return outcome
-        if decision.status != job.status and (former_job(job) is not None or key in self._formers):
-            self._requeue_former(key, former_job(job))
         self.events.add_of_job(key, job, version, decision.events, memory)
         if decision.delete_job:
             await self._objects.delete(
@@ -235,8 +229,6 @@ class Reconciler:
             idle_scaling=memory.idle_scaling.view,
             autoscaler=memory.autoscaler.view,
             canary_reading=memory.servers.reading,
-            taken_by=taken_by(job, self._others(job)) if service_of(job) is not None else None,
-            former_endpoint=self._former_endpoint(job),
             pods_before=self._state.store.pods_before(JobKey(job.namespace, job.name), job.uid),
             progress=None if attempt is None else progress.of(*attempt),
             findings=NO_FINDINGS if attempt is None else progress.findings_of(*attempt),
@@ -249,25 +241,6 @@ class Reconciler:
             last_progress_at=None if attempt is None else progress.last_progress_at(*attempt),
             reports_complete_since=self._state.reports_complete_since(),
         )
-
-    def _others(self, job: JobView) -> list[JobView]:
-        """Return the namespace's other jobs."""
-        keys = (key for key in self._state.store.jobs() if key.namespace == job.namespace and key.name != job.name)
-        return [view for key in keys if (view := self._state.store.job(key)) is not None]
-
-    def _former_endpoint(self, job: JobView) -> str | None:
-        """Return the Service of the job whose endpoint this one takes over."""
-        former = former_job(job)
-        view = None if former is None else self._state.store.job(JobKey(job.namespace, former))
-        return None if view is None or view.deleting else service_of(view)
-
-    def _requeue_former(self, key: JobKey, former: str | None) -> None:
-        """Reconcile the job whose endpoint another one takes over, or no longer does: it has to know."""
-        known = self._formers.pop(key, None)
-        if former is not None:
-            self._formers[key] = former
-        for name in {known, former} - {None}:
-            self._state.queue.add(JobKey(key.namespace, str(name)))
 
     def _learned(self, job: JobView) -> tuple[LearnedRatios, ...]:
         """Return the ratios of the namespace's finished jobs, until the job has started, if the settings allow it."""

@@ -247,13 +247,6 @@ RULES: tuple[Rule, ...] = (
         reads=("endpoint.traffic.hostnames", "endpoint.traffic.gateway"),
     ),
     Rule(
-        "takeover-names-the-endpoint",
-        "endpoint.takesOver",
-        "!has(self.endpoint) || !has(self.endpoint.takesOver) || has(self.endpoint.name)",
-        "needs spec.endpoint.name, the name of that job's endpoint",
-        "set spec.endpoint.name, by default the name of that job, or leave it out",
-    ),
-    Rule(
         "no-canary-by-kserve",
         "endpoint.traffic",
         "!has(self.endpoint) || !has(self.endpoint.traffic) || self.endpoint.runtime != 'kserve'",
@@ -274,14 +267,6 @@ RULES: tuple[Rule, ...] = (
         "cannot go with spec.endpoint.traffic: a canary needs servers of the revision before to compare with",
         "leave one of the two out",
         reads=("endpoint.idle", "endpoint.traffic"),
-    ),
-    Rule(
-        "no-takeover-by-idle-servers",
-        "endpoint.idle",
-        "!has(self.endpoint) || !has(self.endpoint.idle) || !has(self.endpoint.takesOver)",
-        "cannot go with spec.endpoint.takesOver: two HTTPScaledObjects would have the same host",
-        "leave one of the two out",
-        reads=("endpoint.idle", "endpoint.takesOver"),
     ),
     Rule(
         "idle-starts-with-one-server",

@@ -231,9 +231,8 @@ class EndpointSpec(SpecModel):
     )
     takes_over: ObjectName | None = Field(
         default=None,
-        description="Name of the job in the same namespace that has the endpoint of this name. Once all servers of "
-        "this job answer, its URL leads to them, and that job's servers end. If unset, a name that another job has is "
-        "refused.",
+        description="Retired, without effect: a Service or an HTTPRoute of your own leads requests from one job's "
+        "endpoint to another's.",
     )
     runtime: Literal["auto", "deployment", "kserve"] = Field(
         default="auto",

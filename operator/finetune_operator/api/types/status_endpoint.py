@@ -84,11 +84,10 @@ class EndpointStatus(StatusModel):
 
     revision: int | None = Field(default=None, ge=1, description="Number of the revision that the URL leads to.")
     name: str | None = Field(default=None, description="Name in the URL. Unset if it is the name of the job.")
-    taken_over_from: str | None = Field(
-        default=None, description="Job that the endpoint was taken over from. Unset if it was not, or not yet."
-    )
     taken_over_by: str | None = Field(
-        default=None, description="Job that has taken the endpoint over. Unset if the URL leads to this job."
+        default=None,
+        description="Job that took the endpoint over while spec.endpoint.takesOver had an effect. This job serves "
+        "again once spec.endpoint was removed and set again.",
     )
     target: int | None = Field(
         default=None, ge=1, description="Number of the desired revision, which takes over once it is ready."
