@@ -468,7 +468,7 @@ CHECKS = (
         ("<TAB>", HEAVY, 310),
         ("plan --<TAB>", HEAVY, 310),
         ("status --help", HEAVY, 310),
-        ("validate job.yaml", CHECKS, 367),
+        ("validate job.yaml", CHECKS, 368),
     ],
 )
 def test_command_imports_only_required_modules(
