@@ -31,7 +31,6 @@ from finetune_operator.reconcile.observed import job_view, pod_view, pods_being_
 from finetune_operator.reconcile.reconcile_types import (
     NO_FINDINGS,
     AutoscalerView,
-    CanaryReading,
     Decision,
     EndpointView,
     EventNote,
@@ -131,8 +130,6 @@ class World:
     """True if HTTPScaledObjects are served."""
     idle_scaling: IdleScalingView | None = None
     """State of the endpoint's HTTPScaledObject."""
-    canary_reading: CanaryReading | None = None
-    """Last reading of the servers' metrics."""
     autoscaler: AutoscalerView | None = None
     """State of the endpoint's autoscaler."""
     servers: dict[str, Any] = field(default_factory=dict)
@@ -202,7 +199,7 @@ class World:
         endpoints = joined(view for view in views if view is not None)
         seen = replace(
             seen, last_logs=tuple(self.last_logs.items()), endpoints=endpoints, kserve=self.kserve,
-            custom_metrics=self.custom_metrics, autoscaler=self.autoscaler, canary_reading=self.canary_reading,
+            custom_metrics=self.custom_metrics, autoscaler=self.autoscaler,
             http_routes=self.http_routes, route=self.route,
             http_scaled_objects=self.http_scaled_objects, idle_scaling=self.idle_scaling,
         )  # fmt: skip

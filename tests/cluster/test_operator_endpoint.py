@@ -4,23 +4,13 @@ KServe works on its real kind.
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
-from typing import Any
-
 from cluster_support.api_access import Object, wait_until
 from cluster_support.http_scaled_object import install_http_scaled_objects
 from cluster_support.httproute import install_httproutes, weights
 from cluster_support.plays import RUNS
 from cluster_support.world import World, condition, conditions, install_kserve, states
-from finetune_contract.layout import METRICS_PATH, SERVE_PORT
 from finetune_operator.launchers.idle_kind import IDLE_API, IDLE_PLURAL
 from finetune_operator.launchers.route_kind import ROUTE_API, ROUTE_PLURAL
-from finetune_trainer.serving.serving_metrics import ServingMetrics
 
 DEPLOYED: Object = {"runtime": "deployment"}
 ALONE: Object = {"training": None, "dataset": None, "evaluation": None, "predict": None, "endpoint": DEPLOYED}
@@ -159,129 +149,42 @@ def test_new_revision_takes_over_when_it_is_ready_and_is_rolled_back(world: Worl
     world.wait_event("rolled", "the rollback is told of", lambda kind, reason, _: reason == "RolledBack")
 
 
-@dataclass
-class ModelServer:
-    """Metrics of a server at an address of this machine, which answers ten requests between two readings."""
-
-    address: str
-    metrics: ServingMetrics
-    code: str = "200"
-    """Status of its answers."""
-
-
-@contextmanager
-def model_server() -> Iterator[ModelServer]:
-    """Serve metrics at the servers' port, on an address of its own."""
-    address = ".".join(["127", *(str(1 + secrets.randbelow(254)) for _ in range(3))])
-    found = ModelServer(address, ServingMetrics("m", "text-classification", "r"))
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            assert self.path == METRICS_PATH
-            for _ in range(10):
-                found.metrics.requests.labels("/", found.code, "m").inc()
-                found.metrics.seconds.labels("/").observe(0.01)
-            body = found.metrics.text()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *given: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer((address, SERVE_PORT), Handler)
-    thread = Thread(target=server.serve_forever, name="model server")
-    thread.start()
-    try:
-        yield found
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def test_canary_is_rolled_back_by_its_errors_and_takes_over_without(world: World) -> None:
-    with model_server() as first, model_server() as second, model_server() as third:
-        for number, server in enumerate((first, second, third), start=1):
-            play = replace(RUNS, address=server.address)
-            world.kubelet.playbook.set("tried", "serve", play, number)
-        traffic = {"canaryPercent": 34, "canarySeconds": 4}
-        world.apply("tried", {**ALONE, "endpoint": {**DEPLOYED, "replicas": 2, "maxQueue": 5, "traffic": traffic}})
-        serves(world, "tried", 1)
-        second.code = "500"
-        world.change("tried", {"endpoint": {"maxQueue": 7}})
-        world.wait("tried", "the canary is rolled back", lambda one: one["endpoint"].get("rolledBackFrom") == 2)
-        endpoint = serves(world, "tried", 1)
-        assert "canary" not in endpoint
-        failed = endpoint["revisions"][1]
-        assert (failed["state"], failed["reason"], failed["canaryResult"]) == ("Ended", "CanaryFailed", "Failed")
-        assert "requests failed (100.0 %), and 0.0 % of those to revision 1" in failed["message"]
-        world.change("tried", {"endpoint": {"maxQueue": 8}})
-        status = world.wait(
-            "tried", "there is a canary", lambda one: (one["endpoint"].get("canary") or {}).get("readTime")
-        )
-        assert (status["endpoint"]["revision"], status["endpoint"]["canary"]["revision"]) == (1, 3)
-        service = world.api.get(world.path("v1", "services", "tried-endpoint"))
-        assert service is not None
-        assert "finetune.dev/attempt" not in service["spec"]["selector"]
-        endpoint = serves(world, "tried", 3)
-        assert endpoint["revisions"][2]["canaryResult"] == "Passed"
-        found = deployment(world, "tried", 3)
-        assert found is not None
-        assert found["spec"]["replicas"] == 2
-        reasons = [reason for _, reason, _ in world.events("tried")]
-        assert [reasons.count(one) for one in ("CanaryStarted", "CanaryFailed", "CanaryPassed", "RevisionServes")] == [
-            2, 1, 1, 1,
-        ]  # fmt: skip
-        assert "EndpointNotReady" not in reasons
-
-
 def test_weights_of_an_httproute_move_to_a_canary_and_back(world: World) -> None:
     install_httproutes(world.cluster)
-    with model_server() as first, model_server() as second, model_server() as third:
-        for number, server in enumerate((first, second, third), start=1):
-            world.kubelet.playbook.set("led", "serve", replace(RUNS, address=server.address), number)
-        traffic = {"canaryPercent": 5, "canarySeconds": 4, "gateway": "infra/public", "hostnames": ["led.example.com"]}
-        world.apply("led", {**ALONE, "endpoint": {**DEPLOYED, "maxQueue": 5, "traffic": traffic}})
-        serves(world, "led", 1)
-        before = world.api.get(world.path(ROUTE_API, ROUTE_PLURAL, "led-endpoint"))
-        assert before is not None
-        assert before["metadata"]["ownerReferences"][0]["name"] == "led"
-        assert weights(world.api, world.namespace, "led-endpoint") == {"led-endpoint": 100}
-        second.code = "500"
-        world.change("led", {"endpoint": {"maxQueue": 7}})
-        shares = [weights(world.api, world.namespace, "led-endpoint")]
+    world.kubelet.playbook.set("led", "serve", RUNS)
 
-        def rolled_back() -> bool:
-            found = weights(world.api, world.namespace, "led-endpoint")
-            if found != shares[-1]:
-                shares.append(found)
-            return world.status("led")["endpoint"].get("rolledBackFrom") == 2
+    def shares() -> dict[str, int]:
+        return weights(world.api, world.namespace, "led-endpoint")
 
-        wait_until(rolled_back, "the canary is rolled back")
-        serves(world, "led", 1)
-        assert weights(world.api, world.namespace, "led-endpoint") == {"led-endpoint": 100}
-        assert {"led-endpoint": 95, "led-endpoint-2": 5} in shares
-        wait_until(lambda: world.api.get(world.path("v1", "services", "led-endpoint-2")) is None, "its Service is gone")
-        world.change("led", {"endpoint": {"maxQueue": 8}})
-        wait_until(
-            lambda: weights(world.api, world.namespace, "led-endpoint") == {"led-endpoint": 95, "led-endpoint-3": 5},
-            "the next canary gets its share",
-        )
-        assert led_to(world, "led") == "1"
-        service = world.api.get(world.path("v1", "services", "led-endpoint-3"))
-        assert service is not None
-        assert service["spec"]["selector"]["finetune.dev/attempt"] == "3"
-        serves(world, "led", 3)
-        assert weights(world.api, world.namespace, "led-endpoint") == {"led-endpoint": 100}
-        after = world.api.get(world.path(ROUTE_API, ROUTE_PLURAL, "led-endpoint"))
-        assert after is not None
-        assert after["metadata"]["uid"] == before["metadata"]["uid"], "the route stays"
-        world.change("led", {"runPolicy": {"suspend": True}})
-        wait_until(
-            lambda: world.api.get(world.path(ROUTE_API, ROUTE_PLURAL, "led-endpoint")) is None, "the route is gone"
-        )
+    traffic = {"canaryPercent": 5, "gateway": "infra/public", "hostnames": ["led.example.com"]}
+    world.apply("led", {**ALONE, "endpoint": {**DEPLOYED, "maxQueue": 5, "traffic": traffic}})
+    serves(world, "led", 1)
+    before = world.api.get(world.path(ROUTE_API, ROUTE_PLURAL, "led-endpoint"))
+    assert before is not None
+    assert before["metadata"]["ownerReferences"][0]["name"] == "led"
+    assert shares() == {"led-endpoint": 100}
+    world.change("led", {"endpoint": {"maxQueue": 7}})
+    wait_until(lambda: shares() == {"led-endpoint": 95, "led-endpoint-2": 5}, "the canary gets its share")
+    assert led_to(world, "led") == "1"
+    service = world.api.get(world.path("v1", "services", "led-endpoint-2"))
+    assert service is not None
+    assert service["spec"]["selector"]["finetune.dev/attempt"] == "2"
+    world.change("led", {"endpoint": {"maxQueue": 5}})
+    serves(world, "led", 1)
+    assert shares() == {"led-endpoint": 100}
+    wait_until(lambda: world.api.get(world.path("v1", "services", "led-endpoint-2")) is None, "its Service is gone")
+    world.change("led", {"endpoint": {"maxQueue": 8}})
+    wait_until(lambda: shares() == {"led-endpoint": 95, "led-endpoint-3": 5}, "the next canary gets its share")
+    world.change("led", {"endpoint": {"traffic": {"canaryPercent": None}}})
+    serves(world, "led", 3)
+    assert shares() == {"led-endpoint": 100}
+    after = world.api.get(world.path(ROUTE_API, ROUTE_PLURAL, "led-endpoint"))
+    assert after is not None
+    assert after["metadata"]["uid"] == before["metadata"]["uid"], "the route stays"
+    reasons = [reason for _, reason, _ in world.events("led")]
+    assert [reasons.count(one) for one in ("CanaryStarted", "RevisionServes")] == [2, 1]
+    world.change("led", {"runPolicy": {"suspend": True}})
+    wait_until(lambda: world.api.get(world.path(ROUTE_API, ROUTE_PLURAL, "led-endpoint")) is None, "the route is gone")
 
 
 def scale(world: World, job: str, count: int) -> None:

@@ -176,19 +176,10 @@ def test_claims_of_the_model_are_checked_as_far_as_rights_go() -> None:
 
 HELD = {
     "revision": 3, "target": 3, "rolledBackFrom": 4, "rollback": "Revision 4 is held back.",
-    "revisions": [*THREE, revision(4, 4, ended=9, reason="CanaryFailed", canaryResult="Failed", readyTime=None)],
+    "revisions": [*THREE, revision(4, 4, ended=9, reason="CanaryFailed", readyTime=None)],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("annotation", "written"), [(None, "4:4"), ("4:4", None), ("3:2", "4:4")])
-def test_failed_canary_is_tried_again_by_a_change_of_the_annotation(
-    annotation: str | None, written: str | None
-) -> None:
-    change, wrote = rolled_back(job({**HELD, "observedRollback": annotation}, annotation), 4)
-    assert (change.verb, wrote) == ("retried", [(KEY, written, False)])
-    assert change.text == "tries revision 4 again, whose canary failed"
-
-
-def test_rollback_after_a_failed_canary_goes_further_back() -> None:
+def test_rollback_beside_a_revision_that_is_held_back_goes_further_back() -> None:
     change, wrote = rolled_back(job(HELD))
     assert (change.target, wrote) == (2, [(KEY, "4:2", False)])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from finetune_operator.api.notices import RETIRED as NOTICED
 from finetune_operator.api.notices import notices
 from finetune_operator.api.types import FineTuneJobSpec
 from planning_support.cases import job
@@ -128,3 +129,24 @@ def test_unusual_value_gets_one_notice(case: str) -> None:
 )
 def test_usual_values_get_no_notice(patch: dict[str, Any]) -> None:
     assert notices(job(patch).spec) == ()
+
+
+RETIRED = {
+    "endpoint.takesOver": {"name": "films", "takesOver": "films"},
+    "endpoint.traffic.canarySeconds": {"traffic": {"gateway": "public", "canarySeconds": 300}},
+    "endpoint.traffic.maxErrorPercent": {"traffic": {"gateway": "public", "maxErrorPercent": 1}},
+    "endpoint.traffic.maxLatencyRatio": {"traffic": {"gateway": "public", "maxLatencyRatio": 1.5}},
+}
+
+
+@pytest.mark.parametrize("field", sorted(NOTICED))
+def test_retired_field_is_accepted_with_a_notice(field: str) -> None:
+    spec = {"task": "text-classification", "model": {"uri": "hf://a/b"}, "endpoint": RETIRED[field]}
+    (notice,) = notices(FineTuneJobSpec.model_validate_json(json.dumps(spec)))
+    assert notice.startswith(f"spec.{field} is retired and has no effect: ")
+
+
+def test_share_of_requests_without_a_gateway_gets_a_notice() -> None:
+    spec = {"task": "text-classification", "model": {"uri": "hf://a/b"}, "endpoint": {"traffic": {"canaryPercent": 5}}}
+    (notice,) = notices(FineTuneJobSpec.model_validate_json(json.dumps(spec)))
+    assert notice.startswith("spec.endpoint.traffic has no effect without its gateway")

@@ -1,22 +1,18 @@
-"""Canaries by the weights of an HTTPRoute: it stays through rollouts, and only its weights change."""
+"""HTTPRoute of an endpoint: it stays through rollouts, and its weights give a canary its share."""
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from finetune_operator.api.types import TrafficSpec
 from finetune_operator.reconcile.endpoint_canary import canary_servers
-from finetune_operator.reconcile.reconcile_types import CanaryReading, RequestCounts
 from finetune_operator.reconcile.route_state import ACCEPT_SECONDS, has_route, route_view
 from reconcile_world import SPEC, World
-from rollout_world import NAME, edit, history, led_to, revision, roll_back, serving, stands, status, there
+from rollout_world import NAME, edit, history, led_to, serving, stands, status, there
 
-FINE = RequestCounts(requests=100, errors=0, seconds=4.0)
-BAD = RequestCounts(requests=100, errors=50, seconds=4.0)
-GATEWAY = {"canaryPercent": 10, "canarySeconds": 20, "gateway": "infra/public", "hostnames": ["reviews.example.com"]}
+ROUTED = {"gateway": "infra/public", "hostnames": ["reviews.example.com"]}
+GATEWAY = {"canaryPercent": 10, **ROUTED}
 CANARY = f"{NAME}-2"
 
 
@@ -39,12 +35,6 @@ def canary(replicas: int = 1, traffic: dict[str, Any] | None = None) -> World:
     edit(world, replicas=replicas, traffic=traffic, maxQueue=7)
     stands(world, 2, world.servers[CANARY]["spec"]["replicas"])
     return world
-
-
-def reads(world: World, new: RequestCounts = FINE) -> None:
-    world.now += timedelta(seconds=10)
-    world.canary_reading = CanaryReading(world.now, 10, ((1, FINE), (2, new)))
-    world.settle()
 
 
 def weights(world: World) -> dict[str, int]:
@@ -76,7 +66,7 @@ def test_route_leads_from_the_gateway_to_the_service() -> None:
     own = routed(traffic={"canaryPercent": 10, "gateway": "public"}).others["HTTPRoute", NAME]["spec"]
     assert own["parentRefs"] == [{"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": "public"}]
     assert "hostnames" not in own, "those of the Gateway's listeners"
-    assert any("HTTPRoute of Gateway infra/public gives" in one for one in world.status["plan"]["reasons"])
+    assert any("an HTTPRoute leads requests of Gateway infra/public" in one for one in world.status["plan"]["reasons"])
 
 
 def test_one_server_is_a_canary_of_any_weight() -> None:
@@ -87,7 +77,7 @@ def test_one_server_is_a_canary_of_any_weight() -> None:
     found = status(world).canary
     assert found is not None
     assert (found.servers, found.weight) == (1, 10)
-    assert "is a canary with 10 % of the Gateway's requests on 1 server." in world.job_condition("Ready")[2]
+    assert "is a canary with 10 % of the Gateway's requests on 1 server, until" in world.job_condition("Ready")[2]
     started = next(one.message for one in world.events if one.reason == "CanaryStarted")
     assert "with 10 % of the Gateway's requests on 1 server beside 1 of revision 1" in started
 
@@ -100,12 +90,13 @@ def test_weights_are_moved_only_once_the_canary_answers() -> None:
     assert weights(world) == {NAME: 90, CANARY: 10}
 
 
-def test_passed_canary_takes_over_and_gets_all_requests() -> None:
+def test_canary_takes_over_once_its_share_is_unset() -> None:
     world = canary(replicas=3)
-    reads(world)
-    reads(world)
+    world.wait(86_400)
+    assert (there(world), status(world).revision) == ([1, 2], 1), "time alone does not end it"
+    edit(world, replicas=3, traffic=ROUTED, maxQueue=7)
     assert world.servers[CANARY]["spec"]["replicas"] == 3
-    assert weights(world) == {NAME: 90, CANARY: 10}, "until all of its servers answer"
+    assert (weights(world), led_to(world)) == ({NAME: 100}, 1), "until all of its servers answer"
     stands(world, 2, 3)
     assert (weights(world), led_to(world), there(world)) == ({NAME: 100}, 2, [2])
     assert history(world) == [(1, "Ended", "Superseded"), (2, "Serving", None)]
@@ -114,18 +105,14 @@ def test_passed_canary_takes_over_and_gets_all_requests() -> None:
     assert weights(world) == {NAME: 90, f"{NAME}-3": 10}, "the next one is a canary likewise"
 
 
-@pytest.mark.parametrize("ended", ["failure", "rollback", "change"])
+@pytest.mark.parametrize("ended", ["rollback", "change"])
 def test_weights_go_back_before_the_canary_is_removed(ended: str) -> None:
     world = canary()
-    world.now += timedelta(seconds=10)
-    match ended:
-        case "failure":
-            world.canary_reading = CanaryReading(world.now, 10, ((1, FINE), (2, BAD)))
-        case "rollback":
-            world.annotations = {"finetune.dev/rollback": "2:1"}
-        case _:
-            world.spec["endpoint"] = {"replicas": 1, "traffic": GATEWAY}
-            world.generation += 1
+    if ended == "rollback":
+        world.annotations = {"finetune.dev/rollback": "2:1"}
+    else:
+        world.spec["endpoint"] = {"replicas": 1, "traffic": GATEWAY}
+        world.generation += 1
     world.step()
     assert (weights(world), led_to(world)) == ({NAME: 100}, 1)
     assert services(world) == {NAME: "1", CANARY: "2"}, "requests under way are still led to it"
@@ -134,30 +121,79 @@ def test_weights_go_back_before_the_canary_is_removed(ended: str) -> None:
     assert ("HTTPRoute", NAME) not in world.removed
 
 
-def test_failed_canary_is_reported_as_one_by_servers_is() -> None:
+def test_gateway_leads_nothing_to_a_canary_that_does_not_answer() -> None:
     world = canary()
-    reads(world, BAD)
-    assert revision(world, 2).canary_result == "Failed"
-    assert "CanaryFailed" in world.event_reasons()
-    roll_back(world, "2:2")
+    stands(world, 2, 0)
+    assert (weights(world), status(world).canary, led_to(world)) == ({NAME: 100}, None, 1)
+    assert world.job_condition("Ready")[:2] == ("True", "EndpointReady")
     stands(world, 2, 1)
     assert weights(world) == {NAME: 90, CANARY: 10}
 
 
-def test_another_weight_starts_the_canary_over() -> None:
+def test_another_share_or_host_changes_the_weights_of_a_canary() -> None:
     world = canary()
-    reads(world)
     edit(world, replicas=1, traffic={**GATEWAY, "canaryPercent": 50}, maxQueue=7)
     found = status(world).canary
     assert found is not None
-    assert (found.weight, found.measured_seconds) == (50, 0)
+    assert found.weight == 50
     assert weights(world) == {NAME: 50, CANARY: 50}
-    assert world.event_reasons().count("CanaryStarted") == 2
+    edit(world, replicas=1, traffic={**GATEWAY, "canaryPercent": 50, "hostnames": ["other.example.com"]}, maxQueue=7)
+    assert world.others["HTTPRoute", NAME]["spec"]["hostnames"] == ["other.example.com"]
+    assert weights(world) == {NAME: 50, CANARY: 50}
+
+
+def test_new_revision_without_a_gateway_takes_over_at_once() -> None:
+    world = serving(replicas=2, traffic={"canaryPercent": 34, "canarySeconds": 60})
+    assert any("spec.endpoint.traffic has no effect without its gateway" in one for one in reasons(world))
+    assert any("spec.endpoint.traffic.canarySeconds is retired" in one for one in reasons(world))
+    edit(world, replicas=2, traffic={"canaryPercent": 34}, maxQueue=7)
+    assert world.servers[CANARY]["spec"]["replicas"] == 2
+    stands(world, 2, 2)
+    assert (led_to(world), there(world)) == (2, [2])
+
+
+def reasons(world: World) -> list[str]:
+    found = world.status["plan"]["reasons"]
+    assert isinstance(found, list)
+    return found
+
+
+def test_revision_that_was_held_back_stays_so_until_the_spec_changes() -> None:
+    world = serving(maxQueue=5)
+    edit(world, maxQueue=7)
+    ended = {"state": "Ended", "reason": "CanaryFailed", "message": "Its canary failed: 50 of its 100 requests failed."}
+    first, second = world.status["endpoint"]["revisions"]
+    world.status["endpoint"] |= {"revisions": [first, {**second, **ended}], "target": 1, "rolledBackFrom": 2}
+    del world.servers[CANARY], world.others["ConfigMap", CANARY]
+    world.settle()
+    world.wait(3600)
+    assert (there(world), led_to(world), history(world)[1]) == ([1], 1, (2, "Ended", "CanaryFailed"))
+    assert world.job_condition("Ready")[0] == "True"
+    assert "Revision 2 is held back: Its canary failed" in world.job_condition("Ready")[2]
+    edit(world, maxQueue=8)
+    stands(world, 3, 1)
+    assert (there(world), led_to(world)) == ([3], 3)
+
+
+def test_canary_of_an_earlier_operator_without_a_gateway_ends() -> None:
+    world = serving(replicas=2)
+    edit(world, replicas=2, maxQueue=7)
+    world.status["endpoint"]["canary"] = {
+        "revision": 2,
+        "servers": 1,
+        "startTime": world.after(0),
+        "measuredSeconds": 3,
+    }
+    del world.others["Service", NAME]["spec"]["selector"]["finetune.dev/attempt"]
+    world.settle()
+    assert (led_to(world), there(world), status(world).canary) == (1, [1, 2], None)
+    stands(world, 2, 2)
+    assert (led_to(world), there(world)) == (2, [2])
 
 
 def test_route_goes_with_the_gateway_of_the_spec() -> None:
     world = routed()
-    edit(world, traffic={"canarySeconds": 20})
+    edit(world)
     assert ("HTTPRoute", NAME) not in world.others
     assert led_to(world) == 1
     edit(world, traffic=GATEWAY)
@@ -167,31 +203,20 @@ def test_route_goes_with_the_gateway_of_the_spec() -> None:
     assert ("HTTPRoute", NAME) not in world.others
 
 
-def test_canary_by_weight_becomes_one_by_servers_without_the_gateway() -> None:
+def test_canary_without_its_gateway_takes_over() -> None:
     world = canary()
-    edit(world, replicas=1, traffic={"canarySeconds": 20}, maxQueue=7)
-    found = status(world).canary
-    assert found is not None
-    assert (found.weight, led_to(world)) == (None, None)
+    edit(world, maxQueue=7)
     assert ("HTTPRoute", NAME) not in world.others
-    assert there(world) == [1, 2]
+    assert (led_to(world), there(world)) == (2, [2])
 
 
 def test_pass_that_ends_early_leaves_no_weights_behind() -> None:
     for writes in range(1, 7):
         world = canary()
-        world.now += timedelta(seconds=10)
-        world.canary_reading = CanaryReading(world.now, 10, ((1, FINE), (2, BAD)))
+        world.annotations = {"finetune.dev/rollback": "2:1"}
         world.step(crash_after=writes)
         world.settle()
         assert (weights(world), services(world), there(world)) == ({NAME: 100}, {NAME: "1"}, [1])
-
-
-def test_weights_are_written_again_with_each_reading() -> None:
-    world = canary()
-    world.others["HTTPRoute", NAME]["spec"]["rules"] = []
-    reads(world)
-    assert weights(world) == {NAME: 90, CANARY: 10}
 
 
 def test_cluster_without_httproutes_refuses_a_gateway() -> None:
@@ -227,9 +252,8 @@ def test_policy_admits_the_pods_of_a_gateway_of_another_namespace() -> None:
 @pytest.mark.parametrize(
     ("percent", "running", "servers"), [(1, 1, 1), (1, 9, 1), (20, 4, 1), (34, 2, 2), (50, 3, 3), (10, 20, 3)]
 )
-def test_canary_by_weight_has_no_more_requests_per_server_than_others(percent: int, running: int, servers: int) -> None:
-    traffic = TrafficSpec.model_validate({"canaryPercent": percent, "gateway": "public"})
-    assert canary_servers(traffic, running) == servers
+def test_canary_has_no_more_requests_per_server_than_others(percent: int, running: int, servers: int) -> None:
+    assert canary_servers(percent, running) == servers
 
 
 # ----------------------------------------------------------------------------------------------------------- its state
@@ -278,6 +302,5 @@ def test_route_that_is_not_accepted_is_reported_once(conditions: dict[str, str],
 
 def test_route_is_read_only_where_there_is_one() -> None:
     assert has_route(routed().job())
-    assert not has_route(serving(traffic={"canarySeconds": 20}).job())
     assert not has_route(serving().job())
     assert route_view({"metadata": 3}) is None

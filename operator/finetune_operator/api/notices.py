@@ -63,6 +63,9 @@ WRITING: Mapping[Task, str] = {
 """Tasks with written answers -> small models that can write them."""
 RETIRED: Mapping[str, str] = {
     "endpoint.takesOver": "a Service or an HTTPRoute of your own leads requests from one job's endpoint to another's",
+    "endpoint.traffic.canarySeconds": "a canary takes over once spec.endpoint.traffic.canaryPercent is unset",
+    "endpoint.traffic.maxErrorPercent": "alerts on the servers' metrics find errors of a canary",
+    "endpoint.traffic.maxLatencyRatio": "alerts on the servers' metrics find a slow canary",
 }
 """Fields without effect, which the schema keeps so that stored jobs and manifests stay valid -> what to use."""
 MOST_NOTICES = 20
@@ -101,6 +104,12 @@ def _retired(spec: FineTuneJobSpec) -> Iterator[str]:
     for path, instead in RETIRED.items():
         if value_at(values, tuple(path.split("."))) is not None:
             yield f"spec.{path} is retired and has no effect: {instead}"
+    traffic = None if spec.endpoint is None else spec.endpoint.traffic
+    if traffic is not None and traffic.gateway is None:
+        yield (
+            "spec.endpoint.traffic has no effect without its gateway: a new revision takes over once its servers "
+            "answer; set gateway for a canary"
+        )
 
 
 def _of_gate(spec: FineTuneJobSpec) -> Iterator[str]:

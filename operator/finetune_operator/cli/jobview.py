@@ -131,8 +131,6 @@ class Page:
                 "" if started is None else f"{ago(started, self.now)} ago",
                 Text(": ".join(text for text in (one.reason, one.message) if text), style="dim"),
             )
-            if one.canary_message is not None:
-                table.add_row("", "", "", Text(f"canary {one.canary_result}: {one.canary_message}", style="dim"))
         if endpoint.rollback is not None:
             table.add_row("", "", "", Text(endpoint.rollback, style="yellow"))
         return table

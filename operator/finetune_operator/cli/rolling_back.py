@@ -61,9 +61,6 @@ async def rollback(cluster: Cluster, name: str, to: int | None = None, dry_run: 
         raise ClusterError(f"FineTuneJob {name} has no revision {target} of its endpoint; {_choices(status.revisions)}")
     requested = job.metadata.annotations.get(ROLLBACK_ANNOTATION)
     if target == source:
-        held = source in history and history[source].canary_result == "Failed"
-        if held and status.rolled_back_from == source:
-            return await _try_again(cluster, job, source, requested, dry_run)
         return await _end_rollback(cluster, job, source, requested, dry_run)
     if source in history and history[target].endpoint == history[source].endpoint:
         raise ClusterError(
@@ -119,14 +116,6 @@ def _obstacle(claim: Mapping[str, Any]) -> str | None:
     if claim["metadata"].get("deletionTimestamp") is not None:
         return "is being deleted"
     return "has lost its volume" if claim.get("status", {}).get("phase") == "Lost" else None
-
-
-async def _try_again(cluster: Cluster, job: ClusterJob, source: int, requested: str | None, dry_run: bool) -> Rollback:
-    """Start the canary of a revision again that has failed before: a change of the annotation requests it."""
-    same = f"{source}:{source}"
-    value = None if requested == same else same
-    changed = await cluster.annotate(job, ROLLBACK_ANNOTATION, value, dry_run)
-    return Rollback(changed, "retried", f"tries revision {source} again, whose canary failed", source, source)
 
 
 async def _end_rollback(

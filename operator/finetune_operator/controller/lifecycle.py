@@ -206,7 +206,6 @@ class Operator:
         for task in (*self._workers, *self._background):
             task.cancel()
         await asyncio.gather(*self._workers, *self._background, return_exceptions=True)
-        await self._reconciler.close()
         self.state.leading.clear()
         if self._leader is not None:
             await self._leader.stop()

@@ -146,7 +146,7 @@ def _checked_adapters(draft: Draft, endpoint: EndpointSpec) -> Draft:
 
 
 def _checked_route(draft: Draft) -> Draft:
-    """Refuse weights of an HTTPRoute where the cluster does not serve that kind."""
+    """Refuse an HTTPRoute where the cluster does not serve that kind."""
     traffic = draft.spec.routed_traffic
     if traffic is None:
         return draft
@@ -158,8 +158,12 @@ def _checked_route(draft: Draft) -> Draft:
             "install the Gateway API, or leave it out",
             "NotSupported",
         )
+    led = f"an {ROUTE_KIND} leads requests of Gateway {traffic.gateway} to the endpoint"
+    if traffic.canary_percent is None:
+        return draft.because(led)
     return draft.because(
-        f"an {ROUTE_KIND} of Gateway {traffic.gateway} gives a canary {traffic.canary_percent} % of the requests"
+        f"{led}, and {traffic.canary_percent} % of them to a new revision until "
+        "spec.endpoint.traffic.canaryPercent is unset"
     )
 
 

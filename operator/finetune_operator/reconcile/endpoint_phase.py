@@ -17,7 +17,6 @@ from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import JobPlan, PlanRefused
 from finetune_operator.reconcile.attempt_outcomes import delay_seconds
 from finetune_operator.reconcile.autoscaling import autoscaler_details, with_autoscaler
-from finetune_operator.reconcile.endpoint_canary import is_same_canary, with_canary_problem
 from finetune_operator.reconcile.endpoint_problems import (
     WAITING,
     not_ready_reason,
@@ -26,12 +25,12 @@ from finetune_operator.reconcile.endpoint_problems import (
     volume_deadline,
 )
 from finetune_operator.reconcile.endpoint_rollout import (
+    CANARY_FAILED,
     DesiredEndpoint,
     Rollout,
-    content,
     desired_endpoint,
     failed_revision,
-    held_endpoint,
+    held_message,
     kept,
     rollout,
     stopped,
@@ -142,7 +141,7 @@ def serve(state: ReconcileState) -> ReconcileState:
     try:
         wanted = _wanted(state)
         job_plan, surroundings, rolled = wanted.plan, wanted.context, wanted.rollout
-        limit = None if rolled.canary is None else rolled.canary.limit
+        limit = None if rolled.canary is None else rolled.canary.servers
         objects = endpoint_objects(job_plan, surroundings, rolled.running, rolled.target, limit)
     except PlanRefused as refused:
         return _with_conditions(_with_stall(state, "PlanRefused", problems_text(refused.problems)))
@@ -159,11 +158,8 @@ def serve(state: ReconcileState) -> ReconcileState:
         state = state.with_actions(create=shared(job_plan, surroundings))
     state = with_rollout_events(state, rolled, wanted.desired).with_status(endpoint=rolled.status)
     state = _named(state.with_actions(remove=_unneeded(state, wanted)), rolled)
-    if wanted.kept or rolled.failed is not None:
-        # The plan is that of the revision that failed.
-        state = _running(state, current, rolled, objects)
-    else:
-        state = _applied(state, current, rolled, objects)
+    # The plan of a kept revision is that of the one that is held back.
+    state = (_running if wanted.kept else _applied)(state, current, rolled, objects)
     return _with_conditions(state.with_actions(apply=(*state.decision.apply, *_changed_by_canary(wanted))))
 
 
@@ -202,16 +198,13 @@ class _Wanted:
 
 
 def _wanted(state: ReconcileState) -> _Wanted:
-    """Return the endpoint that spec, annotation and failed canaries ask for; PlanRefused as `plan` does."""
+    """Return the endpoint that spec and annotation ask for; PlanRefused as `plan` does."""
     desired = desired_endpoint(state)
     job_plan, surroundings, digest = _planned(state, desired)
     failed = None if desired.held_back is not None else failed_revision(state, digest)
     if failed is not None:
-        held = held_endpoint(state, desired, failed)
-        if content(held.endpoint) != content(desired.endpoint):
-            desired = held
-            job_plan, surroundings, digest = _planned(state, desired)
-        elif (rolled := kept(state, held)) is not None:
+        held = DesiredEndpoint(desired.endpoint, failed.number, held_message(failed), automatic=True)
+        if (rolled := kept(state, held)) is not None:
             return _Wanted(held, job_plan, surroundings, rolled, kept=True)
     assert job_plan.servers is not None, "a plan with the stage serve has servers"
     return _Wanted(desired, job_plan, surroundings, rollout(state, desired, digest, job_plan.servers))
@@ -225,20 +218,15 @@ def _planned(state: ReconcileState, desired: DesiredEndpoint) -> tuple[JobPlan, 
 
 
 def _changed_by_canary(wanted: _Wanted) -> tuple[Manifest, ...]:
-    """Return the Service, the HTTPRoute and what else a canary changes: when a revision starts beside another, at each
-    reading of a canary, so that a lost write is made up for, and when it ends without taking over.
+    """Return the Service, the HTTPRoute and what else a canary changes: when it begins or gets another share, and when
+    it ends without taking over.
     """
     rolled = wanted.rollout
-    serving, before, canary = rolled.serving, rolled.before.canary, rolled.canary
-    if serving is None or rolled.takes_over:
+    before, now = rolled.before.canary, rolled.status.canary
+    if rolled.serving is None or rolled.takes_over or now == before:
         return ()
-    now = None if canary is None or rolled.failed is not None else canary.status
-    if now is not None:
-        new = before is None or not is_same_canary(before, now) or before.read_time != now.read_time
-        both = (serving.revision, now.revision, now.weight)
-        return canary_objects(wanted.plan, wanted.context, *both) if new else ()
-    starts = canary is not None and rolled.target_view is None
-    return canary_objects(wanted.plan, wanted.context, serving.revision) if before is not None or starts else ()
+    shares = (None, None) if now is None else (now.revision, now.weight)
+    return canary_objects(wanted.plan, wanted.context, rolled.serving.revision, *shares)
 
 
 def _unneeded(state: ReconcileState, wanted: _Wanted) -> tuple[ObjectRef, ...]:
@@ -246,7 +234,7 @@ def _unneeded(state: ReconcileState, wanted: _Wanted) -> tuple[ObjectRef, ...]:
     others are applied.
     """
     rolled, before = wanted.rollout, wanted.rollout.before.canary
-    if before is None or before.weight is None or is_same_canary(rolled.status.canary, before):
+    if before is None or before.weight is None or before == rolled.status.canary:
         return tuple(ref for one in rolled.unneeded for ref in _revision_objects(state, one))
     return () if wanted.context.spec.routed_traffic is not None else _route(state)
 
@@ -350,7 +338,6 @@ def _with_conditions(state: ReconcileState) -> ReconcileState:
     target = None if status is None else view_of(state, status.target)
     readiness = _readiness(state, url)
     serving = None if status is None else view_of(state, status.revision)
-    state = with_canary_problem(state, None if state.job.status.endpoint is None else state.job.status.endpoint.canary)
     state = with_idle(with_route(with_autoscaler(state, serving), serving), serving)
     state = state.requeue(volume_deadline(state)).with_findings(readiness=readiness)
     if not readiness.ready:
@@ -411,16 +398,14 @@ def _rollout_details(state: ReconcileState, status: EndpointStatus) -> str:
     """Return a sentence on the revision that is to take over."""
     if status.target == status.revision:
         back = next((one for one in status.revisions if one.number == status.rolled_back_from), None)
-        if back is not None and back.canary_result == "Failed":
-            return f" Revision {back.number} is held back: {back.message}"
+        if back is not None and back.reason == CANARY_FAILED:
+            return f" {held_message(back)}"
         return "" if status.rolled_back_from is None else f" Revision {status.rolled_back_from} is rolled back."
     canary = status.canary
     reason, message = not_ready_reason(state)
     if canary is not None and reason == WAITING:
-        if canary.passed_time is not None:
-            return f" Revision {canary.revision} has passed its canary, and waits for all of its servers."
-        share = "" if canary.weight is None else f"{canary.weight} % of the Gateway's requests on "
         return (
-            f" Revision {canary.revision} is a canary with {share}{canary.servers} server{'s' * (canary.servers > 1)}."
+            f" Revision {canary.revision} is a canary with {canary.weight} % of the Gateway's requests on "
+            f"{canary.servers} server{'s' * (canary.servers > 1)}, until spec.endpoint.traffic.canaryPercent is unset."
         )
     return f" Revision {status.target} is not ready: {message}" if reason != WAITING else f" {message}"

@@ -6,9 +6,7 @@ is an annotation that names two revisions: as long as spec.endpoint asks for the
 of spec.endpoint ends it, so that tools which apply manifests again and again neither undo a rollback nor are stopped by
 an old one.
 
-With `traffic`, a new revision starts with few servers and is a canary (endpoint_canary.py) before it takes over. One
-that fails is held back as long as the digest of its pods is the wanted one, or until the annotation asks for it again:
-the revision that served before is the wanted one meanwhile.
+With a Gateway and `canaryPercent`, a new revision is a canary (endpoint_canary.py) before it takes over.
 """
 
 from __future__ import annotations
@@ -23,10 +21,9 @@ from pydantic import JsonValue, ValidationError
 
 from finetune_operator.api.types import CanaryStatus, EndpointSpec, EndpointStatus, RevisionStatus
 from finetune_operator.planning.plan_types import Servers
-from finetune_operator.reconcile.endpoint_canary import Canary, figures, is_same_canary, next_canary
+from finetune_operator.reconcile.endpoint_canary import Canary, next_canary
 from finetune_operator.reconcile.reconcile_state import ReconcileState
 from finetune_operator.reconcile.reconcile_types import EndpointView
-from finetune_operator.rendering.endpoint_objects import server_count
 from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 
 MAX_HISTORY = 5
@@ -34,6 +31,10 @@ MAX_HISTORY = 5
 MESSAGE_LIMIT = 1024
 _OF_ALL_REVISIONS = {"replicas", "max_replicas", "target_requests_in_flight", "traffic", "name", "takes_over", "idle"}
 """Fields of spec.endpoint that set the number of servers, their URL and rollout; the others define a revision."""
+CANARY_FAILED = "CanaryFailed"
+"""Reason in the history of a revision that an operator held back which judged canaries: it does not start again by
+itself, but once spec.endpoint changes.
+"""
 _REQUEST = re.compile(r"([1-9][0-9]{0,4}):([1-9][0-9]{0,4})")
 
 
@@ -45,9 +46,9 @@ class DesiredEndpoint:
     held_back: int | None = None
     """Revision of spec.endpoint that a rollback holds back."""
     message: str | None = None
-    """Message on the outcome of the annotation, or of a canary."""
+    """Message on the outcome of the annotation, or on a revision that is held back."""
     automatic: bool = False
-    """True if a failed canary holds that revision back, and no annotation."""
+    """True if CANARY_FAILED holds that revision back, and no annotation."""
 
     def of(self, state: ReconcileState) -> ReconcileState:
         """Return the state of a job whose spec asks for this."""
@@ -75,8 +76,6 @@ class Rollout:
     """Deployments that are no longer needed."""
     canary: Canary | None = None
     """Canary of the wanted revision; None: it has none, or has taken over."""
-    failed: int | None = None
-    """Revision whose canary fails in this reconcile."""
 
     @property
     def takes_over(self) -> bool:
@@ -149,38 +148,16 @@ def _rolled_back(
 
 
 def failed_revision(state: ReconcileState, revision_digest: str) -> RevisionStatus | None:
-    """Return the revision of that digest if its canary has failed, and the annotation has not asked for it since."""
-    status = state.status.endpoint
-    if status is None:
-        return None
+    """Return the revision of that digest if it is held back, because its canary had failed."""
+    revisions = () if state.status.endpoint is None else state.status.endpoint.revisions
     # An earlier one of the same digest was tried again since.
-    newest = next((one for one in reversed(status.revisions) if one.digest == revision_digest), None)
-    if newest is None or newest.canary_result != "Failed":
-        return None
-    request = state.job.rollback
-    retried = request != status.observed_rollback and request in (None, f"{newest.number}:{newest.number}")
-    return None if retried else newest
+    newest = next((one for one in reversed(revisions) if one.digest == revision_digest), None)
+    return newest if newest is not None and newest.reason == CANARY_FAILED else None
 
 
-def held_endpoint(state: ReconcileState, desired: DesiredEndpoint, failed: RevisionStatus) -> DesiredEndpoint:
-    """Return the endpoint that is served in place of a revision whose canary has failed: that of the serving one."""
-    status, endpoint = state.status.endpoint, desired.endpoint
-    before = [] if status is None else [one for one in status.revisions if one.number == status.revision]
-    for serving in before:
-        numbers = endpoint.model_dump(mode="json", by_alias=True, include=_OF_ALL_REVISIONS)
-        try:
-            endpoint = EndpointSpec.model_validate_json(json.dumps({**serving.endpoint, **numbers}))
-        except ValidationError:
-            # Written by a newer operator; its servers stay as they are.
-            continue
-    return DesiredEndpoint(endpoint, failed.number, _held_message(state, failed), automatic=True)
-
-
-def _held_message(state: ReconcileState, failed: RevisionStatus) -> str:
-    return (
-        f"Revision {failed.number} is held back: {failed.message} Change spec.endpoint, or try it again with "
-        f"`finetune rollback {state.job.name} --to {failed.number}`."
-    )
+def held_message(failed: RevisionStatus) -> str:
+    """Return the message on a revision that is held back."""
+    return f"Revision {failed.number} is held back: {failed.message} Change spec.endpoint."
 
 
 def rollout(state: ReconcileState, desired: DesiredEndpoint, revision_digest: str, servers: Servers) -> Rollout:
@@ -194,15 +171,12 @@ def rollout(state: ReconcileState, desired: DesiredEndpoint, revision_digest: st
     target_view = live.get(target)
     canary = _canary(state, desired, target, target_view, serving)
     history = _History(state, before, desired, revision_digest)
-    if serving is not None and canary is not None and canary.failure is not None:
-        return _without_canary(history, serving, target, canary, live)
     over = serving is None or _takes_over(target_view, serving, canary, servers)
     serving_revision = target if serving is None or over else serving.revision
     canary = None if over else canary
     needed = {target, serving_revision} | ({serving.revision} if serving is not None else set())
-    stored = None if canary is None else canary.status
-    revisions = history.after(target, serving_revision, target_view, stored)
-    status = history.status(target, serving_revision, revisions, stored)
+    revisions = history.after(target, serving_revision, target_view)
+    status = history.status(target, serving_revision, revisions, None if canary is None else canary.status)
     unneeded = tuple(one for number, one in live.items() if number not in needed)
     return Rollout(before, status, target, target_view, serving, serving_revision, unneeded, canary)
 
@@ -214,45 +188,20 @@ def _canary(
     target_view: EndpointView | None,
     serving: EndpointView | None,
 ) -> Canary | None:
-    """Return the canary of the wanted revision; None if it needs none: a rollback is urgent, and where nothing answers
-    there is nothing to compare with.
+    """Return the canary of the wanted revision; None if it has none: a rollback is urgent, and where nothing answers,
+    all requests need the new one.
     """
-    traffic = desired.endpoint.traffic
-    if traffic is None or desired.held_back is not None or serving is None or serving.revision == target:
+    traffic = state.spec.routed_traffic
+    percent = None if traffic is None else traffic.canary_percent
+    if traffic is None or percent is None or desired.held_back is not None:
         return None
-    return next_canary(state, traffic, target, target_view, serving) if serving.available else None
-
-
-def _without_canary(
-    history: _History, serving: EndpointView, failed: int, canary: Canary, live: Mapping[int, EndpointView]
-) -> Rollout:
-    """Return the revisions after a canary has failed: the serving one is the wanted one again."""
-    number = serving.revision
-    view = live.get(number)
-    revisions = tuple(
-        _failed(history.state, one, canary) if one.number == failed else one
-        for one in history.after(number, number, view, None, known_digest=True)
-    )
-    status = history.status(number, number, revisions, None)
-    entry = next(one for one in revisions if one.number == failed)
-    message = _held_message(history.state, entry)[:MESSAGE_LIMIT]
-    status = status.model_copy(update={"rolled_back_from": failed, "rollback": message})
-    return Rollout(history.before, status, number, view, serving, number, (), canary, failed)
-
-
-def _failed(state: ReconcileState, one: RevisionStatus, canary: Canary) -> RevisionStatus:
-    """Return the history's entry of a revision whose canary fails."""
-    assert canary.status is not None, "a canary that fails has begun"
-    ended = {"state": "Ended", "end_time": state.now, "reason": "CanaryFailed"}
-    why = f"Its canary failed: {canary.failure}."
-    result = {"canary_result": "Failed", "canary_message": figures(canary.status, None)[:MESSAGE_LIMIT]}
-    return one.model_copy(update={**ended, **result, "message": why[:MESSAGE_LIMIT]})
+    if serving is None or serving.revision == target or not serving.available:
+        return None
+    return next_canary(state, traffic, percent, target_view, serving)
 
 
 def kept(state: ReconcileState, desired: DesiredEndpoint) -> Rollout | None:
-    """Return the serving revision as the wanted one, for a failed canary that differs from it by the operator or its
-    settings only, so that spec.endpoint cannot give it back; None if there is none.
-    """
+    """Return the serving revision as the wanted one, in place of one that is held back; None if there is none."""
     before = state.status.endpoint or EndpointStatus()
     live = {one.revision: one for one in state.observed.endpoints if not one.deleting}
     serving = _serving(before, live)
@@ -260,7 +209,7 @@ def kept(state: ReconcileState, desired: DesiredEndpoint) -> Rollout | None:
         return None
     number = serving.revision
     history = _History(state, before, desired, "")
-    revisions = history.after(number, number, serving, None, known_digest=True)
+    revisions = history.after(number, number, serving, known_digest=True)
     unneeded = tuple(one for other, one in live.items() if other != number)
     return Rollout(before, history.status(number, number, revisions, None), number, serving, serving, number, unneeded)
 
@@ -275,17 +224,14 @@ def _serving(before: EndpointStatus, live: Mapping[int, EndpointView]) -> Endpoi
 def _takes_over(
     target_view: EndpointView | None, serving: EndpointView, canary: Canary | None, servers: Servers
 ) -> bool:
-    """Return whether the URL leads to the wanted revision from now on: all of its servers answer, after its canary if
-    it needs one, or the first does where nothing else answers.
+    """Return whether the URL leads to the wanted revision from now on: all of its servers answer, and it is no canary,
+    or the first does where nothing else answers.
     """
     if target_view is None:
         return False
     if target_view.revision == serving.revision or (target_view.available > 0 and not serving.available):
         return True
-    if canary is None:
-        return target_view.ready and target_view.replicas >= servers.replicas
-    passed = canary.status is not None and canary.status.passed_time is not None
-    return passed and target_view.ready and target_view.replicas >= server_count(servers, serving.replicas)
+    return canary is None and target_view.ready and target_view.replicas >= servers.replicas
 
 
 def _number(before: EndpointStatus, target_view: tuple[EndpointView, ...], revision_digest: str) -> int:
@@ -334,7 +280,6 @@ class _History:
         target: int,
         serving_revision: int,
         target_view: EndpointView | None,
-        canary: CanaryStatus | None,
         known_digest: bool = False,
     ) -> tuple[RevisionStatus, ...]:
         """Return the history after this reconcile. `known_digest`: the wanted revision exists, and `revision_digest` is
@@ -343,30 +288,16 @@ class _History:
         entries = {one.number: self._ended(one, target, serving_revision) for one in self.before.revisions}
         if not known_digest:
             entries[target] = self._wanted(entries.get(target), target, serving_revision, target_view)
-        if target in entries:
-            entries[target] = self._with_canary(entries[target], serving_revision, canary)
         keep = {*sorted(entries)[-MAX_HISTORY:], target, serving_revision, *self._named()}
         return tuple(one for number, one in sorted(entries.items()) if number in keep)
 
     def _named(self) -> tuple[int, ...]:
-        """Return the revisions that the annotation names, without which it could not be followed, and the one that a
-        failed canary holds back.
+        """Return the revisions that the annotation names, without which it could not be followed, and one that is held
+        back.
         """
         found = _REQUEST.fullmatch(self.state.job.rollback or "")
         named = () if found is None else tuple(int(one) for one in found.groups())
         return named if self.desired.held_back is None else (*named, self.desired.held_back)
-
-    def _with_canary(self, one: RevisionStatus, serving_revision: int, canary: CanaryStatus | None) -> RevisionStatus:
-        """Return the wanted revision with the state of its canary; one that takes over has passed, if not by the
-        canary's end, then because nothing else answers.
-        """
-        if canary is not None:
-            passed = canary.passed_time is not None
-            changes = {"canary_result": "Passed" if passed else "Running", "canary_time": canary.start_time}
-            return one.model_copy(
-                update={**changes, "canary_message": figures(canary, serving_revision)[:MESSAGE_LIMIT]}
-            )
-        return _aborted(one) if one.canary_result == "Running" else one
 
     def _wanted(
         self, known: RevisionStatus | None, target: int, serving_revision: int, target_view: EndpointView | None
@@ -384,7 +315,6 @@ class _History:
             )
         elif known.state == "Ended":
             again: dict[str, Any] = {"state": "Starting", "end_time": None, "reason": None, "message": None}
-            again |= {"canary_time": None, "canary_result": None, "canary_message": None}
             known = known.model_copy(
                 update={**again, "start_time": known.start_time if target_view is not None else now}
             )
@@ -396,7 +326,6 @@ class _History:
     def _ended(self, one: RevisionStatus, target: int, serving_revision: int) -> RevisionStatus:
         if one.state == "Ended" or one.number in (target, serving_revision):
             return one
-        one = _aborted(one) if one.canary_result in ("Running", "Passed") and one.state == "Starting" else one
         served = one.state == "Serving"
         reason: Literal["RolledBack", "Superseded", "NeverReady"] = "Superseded" if served else "NeverReady"
         if self.desired.held_back is not None:
@@ -406,27 +335,19 @@ class _History:
         return one.model_copy(update=ended)
 
 
-def _aborted(one: RevisionStatus) -> RevisionStatus:
-    """Return a revision whose canary has ended without a verdict, or has been in vain."""
-    return one.model_copy(update={"canary_result": "Aborted"})
-
-
 def stopped(status: EndpointStatus | None, state: ReconcileState) -> EndpointStatus | None:
     """Return the history of an endpoint whose servers are deleted, because the job is suspended."""
     if status is None or all(one.state == "Ended" for one in status.revisions):
         return status
     why = {"reason": "Suspended", "message": "runPolicy.suspend is true.", "end_time": state.now}
-    running = (_aborted(one) if one.canary_result == "Running" else one for one in status.revisions)
     revisions = tuple(
-        one if one.state == "Ended" else one.model_copy(update={"state": "Ended", **why}) for one in running
+        one if one.state == "Ended" else one.model_copy(update={"state": "Ended", **why}) for one in status.revisions
     )
     return status.model_copy(update={"revisions": revisions, "canary": None})
 
 
 def with_rollout_events(state: ReconcileState, rolled: Rollout, desired: DesiredEndpoint) -> ReconcileState:
     """Return the state with the events of this reconcile."""
-    if rolled.failed is not None:
-        return state.with_event("CanaryFailed", rolled.status.rollback or "", warning=True)
     reported = desired.message is None or desired.message[:MESSAGE_LIMIT] == rolled.before.rollback
     if desired.message is not None and not reported and not desired.automatic:
         state = state.with_event(
@@ -448,22 +369,12 @@ def with_rollout_events(state: ReconcileState, rolled: Rollout, desired: Desired
         return state.with_event(
             "RevisionServes", f"Revision {rolled.target} of the endpoint has taken over from {serving.revision}."
         )
-    return _with_canary_events(state, rolled, serving)
-
-
-def _with_canary_events(state: ReconcileState, rolled: Rollout, serving: EndpointView) -> ReconcileState:
-    now, before = None if rolled.canary is None else rolled.canary.status, rolled.before.canary
-    if now is None:
+    now, before = rolled.status.canary, rolled.before.canary
+    if now is None or now == before:
         return state
-    if not is_same_canary(before, now):
-        share = "" if now.weight is None else f"{now.weight} % of the Gateway's requests on "
-        message = f"with {share}{_servers(now.servers)} beside {serving.replicas} of revision {serving.revision}"
-        return state.with_event("CanaryStarted", f"Revision {now.revision} answers requests as a canary, {message}.")
-    if now.passed_time is not None and before is not None and before.passed_time is None:
-        return state.with_event(
-            "CanaryPassed", f"The canary of revision {now.revision} has passed: {figures(now, serving.revision)}"
-        )
-    return state
+    share = f"{now.weight} % of the Gateway's requests on {_servers(now.servers)}"
+    message = f"with {share} beside {serving.replicas} of revision {serving.revision}"
+    return state.with_event("CanaryStarted", f"Revision {now.revision} answers requests as a canary, {message}.")
 
 
 def _servers(count: int) -> str:

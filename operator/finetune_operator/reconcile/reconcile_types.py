@@ -249,30 +249,6 @@ class IdleScalingView:
 
 
 @dataclass(frozen=True)
-class RequestCounts:
-    """Requests to the model that servers have answered."""
-
-    requests: int = 0
-    errors: int = 0
-    """Requests that were answered with 429 or 5xx."""
-    seconds: float = 0.0
-    """Sum of their latencies."""
-
-
-@dataclass(frozen=True)
-class CanaryReading:
-    """Reading of the servers' metrics during a canary."""
-
-    at: datetime
-    seconds: float = 0.0
-    """Time since the last reading without a failure; 0.0 for the first one."""
-    counts: tuple[tuple[int, RequestCounts], ...] = ()
-    """Requests in that time, by revision."""
-    failure: str | None = None
-    """Reason why servers could not be read; None: they could."""
-
-
-@dataclass(frozen=True)
 class Refusal:
     """Object that the API server refused, or whose name is taken."""
 
@@ -346,8 +322,6 @@ class Observed:
     """HTTPScaledObject of the endpoint; None: there is none, or it has not been read."""
     autoscaler: AutoscalerView | None = None
     """Autoscaler of the endpoint; None: there is none, or its state is not known."""
-    canary_reading: CanaryReading | None = None
-    """Last reading of the servers' metrics; None: there was none."""
     last_progress_at: datetime | None = None
     """Time of the running attempt's last report with anything new; None: this operator has received none."""
 

@@ -3,10 +3,10 @@ NetworkPolicy and, with several servers, a HorizontalPodAutoscaler and a PodDisr
 leads to it, and an HTTPScaledObject in place of the autoscaler if it scales to zero.
 
 A revision is a configuration of the servers (files and pod template); its number is their attempt label. The Service
-selects one revision, or two during a canary by share of servers; a canary by weight has a Service of its own. The
-autoscaler scales the revision that serves. The other objects cover all revisions. The servers' object comes last and
-has the digest of all objects, so that reading it alone shows whether the endpoint is up to date. Servers of KServe have
-the same labels: the shared objects select them too, and the URL stays if they replace a Deployment's.
+selects one revision; a canary has a Service of its own. The autoscaler scales the revision that serves. The other
+objects cover all revisions. The servers' object comes last and has the digest of all objects, so that reading it alone
+shows whether the endpoint is up to date. Servers of KServe have the same labels: the shared objects select them too,
+and the URL stays if they replace a Deployment's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from finetune_operator.rendering.endpoint_idle import idle_host, idle_scaling
 from finetune_operator.rendering.endpoint_route import WHOLE, gateway_peer, route
 from finetune_operator.rendering.kserve_runtime import runtime_pod, runtime_template
 from finetune_operator.rendering.manifests import config_map, metadata
-from finetune_operator.rendering.network import dumped, operator_peer
+from finetune_operator.rendering.network import dumped
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME, SERVED_CONTAINER_NAME, Pod
 from finetune_operator.rendering.render_types import (
     ATTEMPT_LABEL,
@@ -127,31 +127,22 @@ def server_count(servers: Servers, running: int | None) -> int:
 def canary_objects(
     plan: JobPlan, context: RenderContext, serving: int, canary: int | None = None, weight: int | None = None
 ) -> tuple[Manifest, ...]:
-    """Return the shared objects that a canary changes: the NetworkPolicy, which lets the operator read the servers'
-    metrics, the Service, which selects the revision `serving`, and the HTTPRoute if there is one. During a `canary`
-    the Service selects all revisions; or, with a `weight` in percent, the HTTPRoute also leads to a Service of the
-    canary.
+    """Return the shared objects that a canary changes: the NetworkPolicy, which admits the Gateway, the Service, which
+    selects the revision `serving`, and the HTTPRoute, which with a `weight` in percent also leads to the canary's own
+    Service.
     """
     assert plan.servers is not None, "a plan with the stage serve has servers"
     pods = StagePods(plan, context, Attempt(Stage.SERVE, serving))
-    found = {str(one["kind"]): one for one in _shared_objects(pods, plan.servers)}
-    policy = (found["NetworkPolicy"],) if "NetworkPolicy" in found else ()
-    service, routes = found["Service"], (found[ROUTE_KIND],) if ROUTE_KIND in found else ()
+    changed = ("NetworkPolicy", "Service", ROUTE_KIND)
+    found = {str(one["kind"]): one for one in _shared_objects(pods, plan.servers) if one["kind"] in changed}
     traffic = context.spec.routed_traffic
-    if canary is None:
-        return (*policy, service, *routes)
-    if weight is None or traffic is None:
-        spec = service["spec"]
-        assert isinstance(spec, dict), "a Service has a spec"
-        selector = spec["selector"]
-        assert isinstance(selector, dict), "the Service selects pods by labels"
-        every: JsonValue = {label: text for label, text in selector.items() if label != ATTEMPT_LABEL}
-        return (*policy, {**service, "spec": {**spec, "selector": every}}, *routes)
+    if canary is None or weight is None or traffic is None:
+        return tuple(found.values())
     beside = StagePods(plan, context, Attempt(Stage.SERVE, canary))
     about = metadata(beside)
     weights = {_service_name(pods): WHOLE - weight, str(about["name"]): weight}
-    own = route(_shared_metadata(pods), traffic, weights, SERVICE_PORT)
-    return (*policy, service, _service(about, beside), own)
+    found[ROUTE_KIND] = route(_shared_metadata(pods), traffic, weights, SERVICE_PORT)
+    return (_service(about, beside), *found.values())
 
 
 def endpoint_objects(
@@ -203,7 +194,7 @@ def _shared_objects(pods: StagePods, servers: Servers) -> tuple[Manifest, ...]:
     selector: JsonValue = dict(everyone)
     objects = []
     if context.settings.network_policy.enabled:
-        clients = [*dumped(context.settings.network_policy.endpoint_clients), *_metric_readers(context)]
+        clients = [*dumped(context.settings.network_policy.endpoint_clients)]
         clients += [] if (peer := gateway_peer(context)) is None else [peer]
         objects.append(document("server_network", metadata=own, pods=selector, clients=clients, port=SERVE_PORT))
     service = _service_name(pods)
@@ -235,14 +226,6 @@ def _service(about: Manifest, pods: StagePods) -> Manifest:
     """Return a Service that selects the servers of one revision."""
     selector: JsonValue = dict(pods.identity)
     return document("server_service", metadata=about, selector=selector, port=SERVICE_PORT, target=SERVE_PORT)
-
-
-def _metric_readers(context: RenderContext) -> list[JsonValue]:
-    """Return the operator as a peer if the endpoint has canaries, for which it reads the servers' metrics."""
-    endpoint, progress = context.spec.endpoint, context.progress
-    if endpoint is None or endpoint.traffic is None or progress is None or progress.namespace is None:
-        return []
-    return [operator_peer(progress.namespace)]
 
 
 def _scaling(pods: StagePods, servers: Servers, own: Manifest) -> Manifest:

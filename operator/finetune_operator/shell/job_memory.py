@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from finetune_operator.reconcile.reconcile_types import AutoscalerView, IdleScalingView, Refusal, RouteView
-from finetune_operator.shell.server_reading import ServerMemory
 
 View = TypeVar("View")
 
@@ -38,7 +37,6 @@ class JobMemory:
     """The endpoint's HTTPRoute."""
     idle_scaling: Reading[IdleScalingView] = field(default_factory=Reading)
     """The endpoint's HTTPScaledObject."""
-    servers: ServerMemory = field(default_factory=ServerMemory)
     queued: set[tuple[str, str, str]] = field(default_factory=set)
     """Events that were queued: version of the job that they were decided at, reason, message."""
     progress_written: float = float("-inf")

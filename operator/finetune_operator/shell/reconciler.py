@@ -57,7 +57,6 @@ from finetune_operator.shell.job_memory import JobMemory, Reading, View
 from finetune_operator.shell.job_objects import JobObjects
 from finetune_operator.shell.node_reading import NodeReading
 from finetune_operator.shell.queue import JobKey
-from finetune_operator.shell.server_reading import ServerReading
 from finetune_operator.shell.state import OperatorState
 from finetune_operator.shell.store import JobId
 
@@ -82,7 +81,6 @@ class Reconciler:
 
     def __init__(self, state: OperatorState, discovery: Discovery, nodes: NodeReading, decide: Decide) -> None:
         self._state = state
-        self._servers = ServerReading()
         self._discovery = discovery
         self._nodes = nodes
         self._decide = decide
@@ -178,7 +176,6 @@ class Reconciler:
         await self._read_autoscaler(key, memory)
         await self._read_route(key, memory)
         await self._read_idle_scaling(key, memory)
-        await self._servers.refresh(job, self._state.store.pods(job.id), memory.servers, self._state.now())
         # Read without awaiting in between: a view and the version that belongs to it.
         job, version = self._state.store.job(key), self._state.store.job_version(key)
         if job is None or version is None or job.uid != memory.uid:
@@ -228,7 +225,6 @@ class Reconciler:
             http_scaled_objects=self._discovery.http_scaled_objects,
             idle_scaling=memory.idle_scaling.view,
             autoscaler=memory.autoscaler.view,
-            canary_reading=memory.servers.reading,
             pods_before=self._state.store.pods_before(JobKey(job.namespace, job.name), job.uid),
             progress=None if attempt is None else progress.of(*attempt),
             findings=NO_FINDINGS if attempt is None else progress.findings_of(*attempt),
@@ -368,10 +364,6 @@ class Reconciler:
             await self._state.put(await self._state.kube.get(FINETUNE_JOB, key.namespace, key.name))
         except NotFoundError:
             self._state.store.mark_deleted(FINETUNE_JOB.group_kind, key.namespace, key.name)
-
-    async def close(self) -> None:
-        """Close the connections to servers."""
-        await self._servers.close()
 
     async def statuses_written(self) -> None:
         """Wait until the status records everything that was created."""

@@ -237,63 +237,14 @@ def wait_for_answers(answers: Answers, more: int) -> None:
     wait_until(lambda: answers.over >= until, f"{more} more requests are answered or given up")
 
 
-@dataclass(frozen=True)
-class Tried:
-    """The endpoint after a canary that passed and one that failed, under requests."""
-
-    passing: Answers
-    """Answers while the fourth revision was a canary and took over."""
-    failing: Answers
-    """Answers to clients that retry while the fifth refused requests; then it was held back."""
-    passed: Object
-    """History of the fourth revision."""
-    failed: Object
-    """History of the fifth revision."""
-    ready: Object
-    """Condition Ready after the failure."""
-    events: list[str]
-
-
 @pytest.fixture(scope="module")
-def tried(served: Served, killed: Answers) -> Tried:
-    """Change the endpoint by canaries: the first takes over, the second has too short a queue for its requests."""
-    team = served.team
-    # Latencies say nothing on a machine that all pods share.
-    traffic = {"canaryPercent": 34, "canarySeconds": 15, "maxLatencyRatio": 1000}
-    with Client(served.url).steady_requests(TEXTS[0]) as passing:
-        served.change(4, 2, traffic=traffic, maxQueue=1000)
-        wait_for_answers(passing, LEAST_REQUESTS)
-    with (
-        Client(served.url).steady_requests(TEXTS[0], BACK_OFF * 3) as failing,
-        Client(served.url).waves_of_rows(TEXTS, clients=8),
-    ):
-        team.patch(served.name, {"endpoint": {"maxQueue": 1}})
-        wait_until(
-            lambda: served.revisions().get("rolledBackFrom") == 5 and len(team.pods(served.name, "serve")) == 2,
-            "the canary is rolled back and its server is gone",
-            600,
-            lambda: team.describe(served.name),
-        )
-    with Client(served.url).steady_requests(TEXTS[0]) as after:
-        wait_for_answers(after, LEAST_REQUESTS)
-    assert {by for _, by in after.revisions} == {4}
-    assert after.failed == []
-    revisions = {one["number"]: one for one in served.revisions()["revisions"]}
-    return Tried(
-        passing, failing, revisions[4], revisions[5],
-        condition(team.status(served.name), "Ready"),
-        [event["reason"] for event in team.events(served.name)],
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def guarded(served: Served, tried: Tried) -> dict[str, int | str]:
+def guarded(served: Served, killed: Answers) -> dict[str, int | str]:
     """Guard the endpoint; return the codes without a token and with a wrong one, and the answers with the right one."""
     team, secret = served.team, f"{served.name}-token"
     team.apply_manifest(
         {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": secret}, "stringData": {"token": TOKEN}}
     )
-    served.change(6, 2, traffic=None, token={"name": secret, "key": "token"})
+    served.change(4, 2, token={"name": secret, "key": "token"})
     body = {"inputs": TEXTS[0]}
     return {
         "without": Client(served.url).post("/", body).status_code,
@@ -377,26 +328,6 @@ def test_clients_that_try_again_see_nothing_of_a_server_that_is_killed(
     record_testsuite_property("endpoint requests during a kill", counts)
     assert killed.failed == []
     assert killed.labels == {served.expected[0][0]: killed.sent}
-
-
-def test_canary_gets_a_share_of_the_requests_and_takes_over(tried: Tried, record_testsuite_property: Any) -> None:
-    counts = {number: len(by) for number, by in by_revision(tried.passing).items()}
-    record_testsuite_property("endpoint requests during a canary", f"{counts}, {len(tried.passing.failed)} failed")
-    assert tried.passing.failed == []
-    assert set(counts) == {3, 4}
-    assert (tried.passed["state"], tried.passed["canaryResult"]) == ("Serving", "Passed")
-    assert "0 of " in tried.passed["canaryMessage"]
-    assert {"CanaryStarted", "CanaryPassed", "RevisionServes"} <= set(tried.events)
-
-
-def test_canary_that_refuses_requests_is_rolled_back(tried: Tried) -> None:
-    assert tried.failing.failed == []
-    assert {by for _, by in tried.failing.revisions} <= {4, 5}
-    failed = tried.failed
-    assert (failed["state"], failed["reason"], failed["canaryResult"]) == ("Ended", "CanaryFailed", "Failed")
-    assert "requests failed" in failed["message"]
-    assert tried.ready["status"] == "True"
-    assert "CanaryFailed" in tried.events
 
 
 def test_requests_need_the_token_of_the_spec(served: Served, guarded: dict[str, int | str]) -> None:

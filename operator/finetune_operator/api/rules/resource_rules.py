@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Literal
@@ -12,7 +11,7 @@ from pydantic.alias_generators import to_snake
 from finetune_contract.choices import RUNG_TASKS
 from finetune_operator.api.quantities import parse_quantity, size_hint, too_small_rule
 from finetune_operator.api.rules.rule import Rule, is_one_of
-from finetune_operator.api.types import EndpointSpec, FineTuneJobSpec
+from finetune_operator.api.types import FineTuneJobSpec
 from finetune_operator.launchers.launcher_rows import SUPPORTED
 
 RESERVED_PREFIXES = (
@@ -48,11 +47,6 @@ SIZES: Mapping[str, tuple[str, str]] = {
 """Field -> the smallest plausible value, and a usual one. An interpreter that has imported torch takes 200 MiB."""
 MOST_CORES = 2048
 """Maximum cores: above the largest machines of the clouds, which have 1,920."""
-
-
-def least_canary_percent(endpoint: EndpointSpec) -> int:
-    """Return the share of one server beside those that serve, in percent, rounded up."""
-    return math.ceil(100 / (endpoint.replicas + 1))
 
 
 def _size_of(spec: FineTuneJobSpec, path: str) -> str | None:
@@ -216,28 +210,6 @@ RULES: tuple[Rule, ...] = (
         reads=("endpoint.adapters", "endpoint.optimization"),
     ),
     Rule(
-        "canary-is-whole-servers",
-        "endpoint.traffic.canaryPercent",
-        "!has(self.endpoint) || !has(self.endpoint.traffic) || !has(self.endpoint.traffic.canaryPercent)"
-        " || has(self.endpoint.traffic.gateway)"
-        " || self.endpoint.traffic.canaryPercent * (self.endpoint.replicas + 1) >= 100",
-        "must be at least the share of one server beside spec.endpoint.replicas",
-        "increase it or spec.endpoint.replicas, or leave it out for one server",
-        advice=lambda spec: (
-            f"set it to {0 if spec.endpoint is None else least_canary_percent(spec.endpoint)} or more, "
-            "increase spec.endpoint.replicas, or leave it out for one server"
-        ),
-        reads=("endpoint.traffic.canaryPercent", "endpoint.traffic.gateway", "endpoint.replicas"),
-    ),
-    Rule(
-        "weights-need-a-share",
-        "endpoint.traffic.gateway",
-        "!has(self.endpoint) || !has(self.endpoint.traffic) || !has(self.endpoint.traffic.gateway)"
-        " || has(self.endpoint.traffic.canaryPercent)",
-        "needs spec.endpoint.traffic.canaryPercent, the weight of a canary",
-        "set spec.endpoint.traffic.canaryPercent to 10",
-    ),
-    Rule(
         "hostnames-are-those-of-a-route",
         "endpoint.traffic.hostnames",
         "!has(self.endpoint) || !has(self.endpoint.traffic) || !has(self.endpoint.traffic.hostnames)"
@@ -247,10 +219,10 @@ RULES: tuple[Rule, ...] = (
         reads=("endpoint.traffic.hostnames", "endpoint.traffic.gateway"),
     ),
     Rule(
-        "no-canary-by-kserve",
+        "no-route-to-kserve",
         "endpoint.traffic",
         "!has(self.endpoint) || !has(self.endpoint.traffic) || self.endpoint.runtime != 'kserve'",
-        "needs a Deployment: spec.endpoint.runtime kserve has no canary in this version",
+        "needs a Deployment: an HTTPRoute does not lead to servers of KServe in this version",
         "leave it out, or set spec.endpoint.runtime to deployment",
     ),
     Rule(
@@ -261,10 +233,10 @@ RULES: tuple[Rule, ...] = (
         "leave it out, or set spec.endpoint.runtime to deployment",
     ),
     Rule(
-        "no-canary-of-idle-servers",
+        "no-route-to-idle-servers",
         "endpoint.idle",
         "!has(self.endpoint) || !has(self.endpoint.idle) || !has(self.endpoint.traffic)",
-        "cannot go with spec.endpoint.traffic: a canary needs servers of the revision before to compare with",
+        "cannot go with spec.endpoint.traffic: the Gateway's requests would reach no server, and start none",
         "leave one of the two out",
         reads=("endpoint.idle", "endpoint.traffic"),
     ),

@@ -97,7 +97,7 @@ from finetune_operator.api.types.spec_results import (
     TrafficSpec,
 )
 from finetune_operator.api.types.spec_training import EarlyStoppingSpec, GitSpec, ScriptSpec, TrainingSpec
-from finetune_operator.api.types.status_endpoint import CanaryStatus, EndpointStatus, RequestsStatus, RevisionStatus
+from finetune_operator.api.types.status_endpoint import CanaryStatus, EndpointStatus, RevisionStatus
 from finetune_operator.api.types.status_plan import (
     AdaptationStatus,
     ComparisonStatus,

@@ -167,38 +167,31 @@ Hostname: TypeAlias = Annotated[str, StringConstraints(pattern=HOSTNAME_PATTERN,
 
 
 class TrafficSpec(SpecModel):
-    """Canary of a new revision: it gets a share of the requests before it takes over."""
+    """Requests of a Gateway to the endpoint, of which a new revision can get a share before it takes over."""
 
     canary_percent: Annotated[int, Field(ge=1, le=50)] | None = Field(
         default=None,
-        description="Maximum share of the requests that a canary gets, in percent. The share is one of whole servers, "
-        "so it needs enough replicas, unless a gateway is set. If unset, the canary is one server, whatever its share.",
+        description="Share of the Gateway's requests that a new revision gets as a canary, in percent. It takes over "
+        "once this is unset. Without a gateway it has no effect. If unset, a new revision takes over once it is ready.",
     )
     gateway: Annotated[str, StringConstraints(pattern=GATEWAY_PATTERN, max_length=317)] | None = Field(
         default=None,
         description="Gateway of the Gateway API that leads requests to the endpoint, as NAME or NAMESPACE/NAME. The "
-        "operator attaches an HTTPRoute to it, whose weights give a canary canaryPercent of the requests. If unset, "
-        "there is no HTTPRoute, and the share of a canary is one of servers.",
+        "operator attaches an HTTPRoute to it. If unset, there is none.",
     )
     hostnames: Annotated[tuple[Hostname, ...], Field(max_length=16)] = Field(
         default=(),
         description="Host names of the requests that the HTTPRoute takes. Defaults to none: those of the Gateway's "
         "listeners.",
     )
-    canary_seconds: Annotated[int, Field(ge=1, le=604_800)] = Field(
-        default=300,
-        description="Measured time without a violation, after which the canary takes over, in seconds. Defaults to "
-        "300.",
+    canary_seconds: Annotated[int, Field(ge=1, le=604_800)] | None = Field(
+        default=None, description="Retired, without effect: a canary takes over once canaryPercent is unset."
     )
-    max_error_percent: Annotated[float, Field(ge=0, le=100)] = Field(
-        default=1.0,
-        description="Maximum share of failed requests (429 and 5xx) above that of the serving revision, in percentage "
-        "points. Defaults to 1.",
+    max_error_percent: Annotated[float, Field(ge=0, le=100)] | None = Field(
+        default=None, description="Retired, without effect: alerts on the servers' metrics find errors of a canary."
     )
-    max_latency_ratio: Annotated[float, Field(ge=1, le=1000)] = Field(
-        default=1.5,
-        description="Maximum mean latency of a request, as a multiple of that of the serving revision. Defaults to "
-        "1.5.",
+    max_latency_ratio: Annotated[float, Field(ge=1, le=1000)] | None = Field(
+        default=None, description="Retired, without effect: alerts on the servers' metrics find a slow canary."
     )
 
 
@@ -292,8 +285,7 @@ class EndpointSpec(SpecModel):
     )
     traffic: TrafficSpec | None = Field(
         default=None,
-        description="Canary of each new revision, in a Deployment. If unset, a new revision takes over all requests "
-        "once it is ready.",
+        description="Requests of a Gateway to the endpoint, in a Deployment. If unset, clients ask its Service.",
     )
     idle: IdleSpec | None = Field(
         default=None,

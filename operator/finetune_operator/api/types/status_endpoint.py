@@ -1,4 +1,4 @@
-"""Status of the endpoint of a FineTuneJob: its revisions and their canaries."""
+"""Status of the endpoint of a FineTuneJob: its revisions and their canary."""
 
 from typing import Literal
 
@@ -25,24 +25,6 @@ class RevisionStatus(StatusModel):
     end_time: OptionalTime = Field(default=None, description="End of the revision, RFC 3339.")
     reason: str | None = Field(default=None, description="CamelCase reason why it ended or is not ready yet.")
     message: str | None = Field(default=None, max_length=1024, description="Human-readable details of the reason.")
-    canary_time: OptionalTime = Field(
-        default=None, description="Start of its canary, RFC 3339. Unset if it had none yet, or needed none."
-    )
-    canary_result: str | None = Field(
-        default=None,
-        description="Result of its canary: Running, Passed, Failed, or Aborted by a suspension or another change.",
-    )
-    canary_message: str | None = Field(
-        default=None, max_length=1024, description="Requests, failures and latency during its canary."
-    )
-
-
-class RequestsStatus(StatusModel):
-    """Requests that the servers of one revision have answered."""
-
-    requests: int = Field(default=0, ge=0, description="Requests to the model, a count.")
-    errors: int = Field(default=0, ge=0, description="Requests that were answered with 429 or 5xx, a count.")
-    seconds: float = Field(default=0, ge=0, description="Sum of their latencies in seconds.")
 
 
 class CanaryStatus(StatusModel):
@@ -54,29 +36,11 @@ class CanaryStatus(StatusModel):
         default=None,
         ge=1,
         le=99,
-        description="Share of the requests that the HTTPRoute gives it, in percent. Unset if its share is that of its "
-        "servers.",
+        description="Share of the Gateway's requests that the HTTPRoute gives it, in percent.",
     )
+    gateway: str | None = Field(default=None, description="Gateway whose requests these are.")
+    hostnames: tuple[str, ...] = Field(default=(), max_length=16, description="Host names of these requests.")
     start_time: StatusTime = Field(description="Time since which it gets requests, RFC 3339.")
-    read_time: OptionalTime = Field(
-        default=None, description="Time of the last reading of the servers' metrics, RFC 3339. Unset before the first."
-    )
-    measured_seconds: float = Field(
-        default=0, ge=0, description="Time covered by readings, which counts towards canarySeconds, in seconds."
-    )
-    passed_time: OptionalTime = Field(
-        default=None,
-        description="Time at which it passed, RFC 3339. It takes over once it has as many servers as the serving "
-        "revision.",
-    )
-    serving: RequestsStatus = Field(
-        default=RequestsStatus.model_construct(), description="Requests to the serving revision during the canary."
-    )
-    canary: RequestsStatus = Field(default=RequestsStatus.model_construct(), description="Requests to the canary.")
-    problem: str | None = Field(
-        default=None, max_length=1024, description="Reason why the servers' metrics cannot be read. Unset if they can."
-    )
-    problem_time: OptionalTime = Field(default=None, description="Time since which this is so, RFC 3339.")
 
 
 class EndpointStatus(StatusModel):

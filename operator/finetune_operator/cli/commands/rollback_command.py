@@ -32,8 +32,8 @@ def rollback(
     """Roll a job's endpoint back to an earlier revision.
 
     The current revision serves until the earlier one is ready. The spec is not changed: the annotation
-    finetune.dev/rollback applies until spec.endpoint changes. To end a rollback, or to try a revision again whose
-    canary failed, pass the number of the revision that spec.endpoint defines. Claims with the model have to exist.
+    finetune.dev/rollback applies until spec.endpoint changes. To end a rollback, pass the number of the revision
+    that spec.endpoint defines. Claims with the model have to exist.
 
     \b
     Examples:
