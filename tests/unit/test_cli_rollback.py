@@ -129,6 +129,11 @@ def test_rollback_to_a_missing_revision_is_refused(endpoint: Any, to: int | None
         pytest.param(job(SERVING, "3:2"), False, id="the operator has not seen the annotation"),
         pytest.param(job(ROLLED, "3:2"), True, id="it is rolled back"),
         pytest.param(job(None), True, id="a job without an endpoint that has succeeded"),
+        pytest.param(
+            job({**SERVING, "revision": 2, "target": 3, "canary": {"revision": 3, "servers": 1, "startTime": NOW}}),
+            True,
+            id="a canary that gets its requests",
+        ),
     ],
 )
 def test_job_is_ready_once_the_wanted_revision_serves(found: ClusterJob, reached: bool) -> None:

@@ -55,10 +55,12 @@ def _holds(job: ClusterJob, kind: str) -> bool:
 
 def _rolls_out(job: ClusterJob) -> bool:
     """Return True if another revision of the endpoint is to take over, or may be: the operator has not seen the
-    annotation yet.
+    annotation yet. A canary that gets its requests takes over only once the spec lets it, so nobody waits for that.
     """
     status, requested = job.status.endpoint, job.metadata.annotations.get(ROLLBACK_ANNOTATION)
-    return status is not None and (status.revision != status.target or status.observed_rollback != requested)
+    if status is None:
+        return False
+    return (status.canary is None and status.revision != status.target) or status.observed_rollback != requested
 
 
 _REACHED: dict[Goal, Callable[[ClusterJob], bool]] = {

@@ -194,7 +194,7 @@ def _shared_objects(pods: StagePods, servers: Servers) -> tuple[Manifest, ...]:
     selector: JsonValue = dict(everyone)
     objects = []
     if context.settings.network_policy.enabled:
-        clients = [*dumped(context.settings.network_policy.endpoint_clients)]
+        clients = dumped(context.settings.network_policy.endpoint_clients)
         clients += [] if (peer := gateway_peer(context)) is None else [peer]
         objects.append(document("server_network", metadata=own, pods=selector, clients=clients, port=SERVE_PORT))
     service = _service_name(pods)
