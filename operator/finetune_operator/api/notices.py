@@ -100,11 +100,13 @@ Linux drops the latter and reads them again.
 
 def _retired(spec: FineTuneJobSpec) -> Iterator[str]:
     """Yield fields that have no effect any more."""
-    values = spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    if spec.endpoint is None:
+        return
+    values: JsonValue = {"endpoint": spec.endpoint.model_dump(mode="json", by_alias=True)}
     for path, instead in RETIRED.items():
         if value_at(values, tuple(path.split("."))) is not None:
             yield f"spec.{path} is retired and has no effect: {instead}"
-    traffic = None if spec.endpoint is None else spec.endpoint.traffic
+    traffic = spec.endpoint.traffic
     if traffic is not None and traffic.gateway is None:
         yield (
             "spec.endpoint.traffic has no effect without its gateway: a new revision takes over once its servers "
