@@ -16,7 +16,7 @@ from finetune_contract.byte_text import human_bytes
 from finetune_contract.trainer_job import Training
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan
 from finetune_operator.planning.schedule import ASSUMED_ROWS

@@ -22,7 +22,7 @@ from finetune_operator.api.types import FineTuneJob
 from finetune_operator.launchers.launcher_registry import render
 from finetune_operator.launchers.launcher_rows import TRAINING, LauncherName
 from finetune_operator.planning.architectures import model_facts
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
 from finetune_operator.planning.draft import decided
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan

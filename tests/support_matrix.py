@@ -21,7 +21,7 @@ from finetune_operator.api.support import ROWS, served_words
 from finetune_operator.api.types import API_VERSION, KIND
 from finetune_operator.api.validation import validate_job
 from finetune_operator.launchers import launcher_rows as launchers
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, PlanRefused
 

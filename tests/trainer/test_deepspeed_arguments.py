@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from finetune_contract.facts import HardwareFacts
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
 from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, files
 from planning_support.deepspeed_plans import planned
 from suite_plugins.patience import patient

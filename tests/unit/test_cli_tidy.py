@@ -12,7 +12,7 @@ from finetune_operator.api.settings import LOCAL_SETTINGS
 from finetune_operator.cli.local_request import RunRequest
 from finetune_operator.cli.local_run import _Run
 from finetune_operator.cli.workspace import LOCAL_STAGES
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts
 from planning_support.cases import BERT, job

@@ -20,7 +20,7 @@ from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.settings_check import check_settings
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.planning import cost
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Adaptation, Facts, NodesFacts, NodesNetwork, PlanRefused
 from mending import Edit, alternatives, apply, created_at, job_document, missed_calls, without_gone

@@ -10,7 +10,7 @@ from finetune_contract.facts import DataFacts, HardwareFacts, SplitFacts
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
 from finetune_operator.planning.adapt import next_adaptation
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Adaptation, Facts, JobPlan, PlanRefused
 from planning_support.cases import BERT, job

@@ -17,7 +17,8 @@ from finetune_operator.planning.adapter_sizes import (
     trained_parameters,
 )
 from finetune_operator.planning.architectures import model_facts
-from finetune_operator.planning.assumed_facts import assumed_model, parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
+from finetune_operator.planning.assumed_models import assumed_model
 from finetune_operator.planning.memory import estimate
 from finetune_operator.planning.memory_workload import Workload
 from finetune_operator.planning.plan import plan

@@ -15,7 +15,8 @@ from finetune_contract.facts import ModelFacts
 from finetune_contract.trainer_job import Strategy
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Planning, Settings
 from finetune_operator.planning.architectures import model_facts
-from finetune_operator.planning.assumed_facts import assumed_model, parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
+from finetune_operator.planning.assumed_models import assumed_model
 from finetune_operator.planning.asynchronous_saving import choose_saving, saves_beside
 from finetune_operator.planning.batch import batch_of, less_padded, micro_batches
 from finetune_operator.planning.choice import SIMPLER_MARGIN, Candidate, best_fit, seconds_of_form

@@ -10,7 +10,8 @@ from finetune_contract.choices import Task
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.settings_nodes import HardwareRow
 from finetune_operator.api.validation import validate_job
-from finetune_operator.planning.assumed_facts import HardwareError, assumed_model, parse_hardware
+from finetune_operator.planning.assumed_hardware import HardwareError, parse_hardware
+from finetune_operator.planning.assumed_models import assumed_model
 from finetune_operator.planning.cost import forward_flops, training_flops
 from finetune_operator.planning.gpu_table import GPU_MODELS
 from finetune_operator.planning.plan import plan

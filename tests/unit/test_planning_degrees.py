@@ -17,7 +17,7 @@ from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.validation import validate_job
 from finetune_operator.planning.architectures import model_facts
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
 from finetune_operator.planning.choice import SIMPLER_MARGIN
 from finetune_operator.planning.degrees import degrees
 from finetune_operator.planning.plan import plan

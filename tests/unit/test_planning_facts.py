@@ -9,7 +9,8 @@ from finetune_contract.byte_text import human_bytes
 from finetune_contract.facts import DeviceFacts, HardwareFacts
 from finetune_operator.api.quantities import human_count, human_seconds, parse_quantity
 from finetune_operator.planning.architectures import UnknownArchitectureError, model_facts
-from finetune_operator.planning.assumed_facts import HardwareError, assumed_device, assumed_model, parse_hardware
+from finetune_operator.planning.assumed_hardware import HardwareError, assumed_device, parse_hardware
+from finetune_operator.planning.assumed_models import assumed_model
 from finetune_operator.planning.devices import GPU_MODELS, find_gpu
 from finetune_operator.planning.known_models import known_config, known_name, known_names
 

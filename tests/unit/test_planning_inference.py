@@ -17,7 +17,7 @@ from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.cli.jobview import plan_lines
 from finetune_operator.launchers.launcher_rows import BUILT_IN, ENGINES
 from finetune_operator.planning.architectures import model_facts
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
 from finetune_operator.planning.inference import devices_of_model
 from finetune_operator.planning.memory import inference_bytes
 from finetune_operator.planning.plan import plan

@@ -12,7 +12,8 @@ import pytest
 from finetune_contract.facts import DataFacts, SplitFacts
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Planning, Settings
 from finetune_operator.api.types import FineTuneJob, FineTuneJobStatus
-from finetune_operator.planning.assumed_facts import UNKNOWN_GPU, assumed_model, parse_hardware
+from finetune_operator.planning.assumed_hardware import UNKNOWN_GPU, parse_hardware
+from finetune_operator.planning.assumed_models import assumed_model
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan, LearnedRatios
 from finetune_operator.reconcile.learning import learned_from

@@ -16,7 +16,7 @@ from finetune_contract.trainer_job import Pipeline, Strategy, World
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import ParallelismSpec, PipelineSpec
 from finetune_operator.cli.jobview import plan_lines
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
 from finetune_operator.planning.ladder import ladder
 from finetune_operator.planning.memory import CPU_PROCESS_BYTES, estimate
 from finetune_operator.planning.memory_workload import Workload

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from finetune_contract.facts import DataFacts, SplitFacts
 from finetune_operator.api.settings import CLUSTER_SETTINGS
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
 from finetune_operator.planning.padding_estimate import Slab, StepRows, quickest, step_rows
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Adaptation, Facts, JobPlan

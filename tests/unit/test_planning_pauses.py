@@ -11,7 +11,7 @@ from finetune_contract.facts import DataFacts, SplitFacts
 from finetune_contract.trainer_job import CheckpointSchedule
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Planning
 from finetune_operator.api.types import FineTuneJob
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
 from finetune_operator.planning.pauses import Pauses, checkpoint_count
 from finetune_operator.planning.plan import NOT_ADAPTED, plan
 from finetune_operator.planning.plan_types import Adaptation, Facts, JobPlan

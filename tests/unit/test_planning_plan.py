@@ -24,7 +24,7 @@ from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Pri
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.launchers.launcher_rows import BUILT_IN, ENGINES
 from finetune_operator.planning.architectures import model_facts
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan, PlanRefused
 from finetune_operator.planning.summary import Row, summarise

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from finetune_operator.api.settings import CLUSTER_SETTINGS
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan
 from planning_support.cases import BERT, job, llama_1b

@@ -15,7 +15,7 @@ from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.cli.jobview import plan_lines
 from finetune_operator.planning import cost, ladder
 from finetune_operator.planning.architectures import model_facts
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
 from finetune_operator.planning.devices import link_bytes
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan, PlanRefused

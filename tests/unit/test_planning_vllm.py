@@ -9,7 +9,7 @@ import pytest
 from finetune_contract.facts import ModelFacts
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Price, Settings
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan, PlanRefused, Servers, VllmServer
 from finetune_operator.planning.summary import summarise

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from finetune_operator.api.deepspeed_overrides import OWNED_KEYS, override_problems
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
 from finetune_operator.rendering.contract import files, fingerprint
 from finetune_operator.rendering.deepspeed_config import deepspeed_config, uses_offload_folder
 from finetune_operator.rendering.merging import merge

@@ -11,7 +11,7 @@ import yaml
 
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.launchers.launcher_registry import render
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, JobPlan, PlanRefused
 from finetune_operator.rendering.endpoint_objects import revision_digest

@@ -18,7 +18,7 @@ import pytest
 from cluster_support.control_plane import free_port
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.launchers.launcher_registry import render
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts
 from finetune_operator.rendering.render_types import Manifest, Owner, RenderContext

@@ -12,7 +12,7 @@ from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.api.validation import validate_job
 from finetune_operator.launchers.launcher_rows import ENGINES, TRAINING
-from finetune_operator.planning.assumed_facts import parse_hardware
+from finetune_operator.planning.assumed_hardware import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.plan_types import Facts, PlanRefused
 from suite_plugins.fuzz import scaled

@@ -23,7 +23,7 @@ from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.rules.parallelism import secondary_shards
 from finetune_operator.api.settings import Price, Settings
 from finetune_operator.planning.adapter_sizes import adapted_sizes, four_bit_weights, trained_parameters
-from finetune_operator.planning.assumed_facts import UNKNOWN_GPU
+from finetune_operator.planning.assumed_hardware import UNKNOWN_GPU
 from finetune_operator.planning.devices import GpuModel, find_gpu, link_bytes
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.gpu_table import CARD_HOST

@@ -1,6 +1,6 @@
 """GPUs by name: the built-in table, extended by the settings' `hardware`.
 
-A product in neither is not guessed from its name; `assumed_facts` has the assumptions for it.
+A product in neither is not guessed from its name; `assumed_hardware` has the assumptions for it.
 """
 
 from __future__ import annotations

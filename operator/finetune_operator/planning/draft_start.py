@@ -11,13 +11,8 @@ from finetune_operator.api.notices import notices
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJob, FineTuneJobSpec
-from finetune_operator.planning.assumed_facts import (
-    assumed_device,
-    assumed_hardware,
-    assumed_model,
-    is_well_known,
-    node_description,
-)
+from finetune_operator.planning.assumed_hardware import assumed_device, assumed_hardware, node_description
+from finetune_operator.planning.assumed_models import assumed_model, is_well_known
 from finetune_operator.planning.devices import mig_memory, mig_product
 from finetune_operator.planning.draft import Basis, Draft, Lengths, PlanInputs
 from finetune_operator.planning.gpu_nodes import gpu_resource

@@ -17,7 +17,7 @@ from finetune_contract.facts import DeviceFacts
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.settings import Defaults, Settings
 from finetune_operator.api.types import FineTuneJobSpec
-from finetune_operator.planning.assumed_facts import LEAST_GPU_MEMORY, UNKNOWN_GPU
+from finetune_operator.planning.assumed_hardware import LEAST_GPU_MEMORY, UNKNOWN_GPU
 from finetune_operator.planning.devices import (
     GpuModel,
     find_gpu,

@@ -15,7 +15,7 @@ from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import GPU_RUNGS, RUNG_TASKS, VLLM_TASKS, PredictRung, Stage
 from finetune_operator.api.problems import any_of
 from finetune_operator.api.types import PredictSpec
-from finetune_operator.planning.assumed_facts import is_well_known
+from finetune_operator.planning.assumed_models import is_well_known
 from finetune_operator.planning.draft import Draft
 from finetune_operator.planning.inference_memory import inference_need
 from finetune_operator.planning.inference_processes import pod_devices

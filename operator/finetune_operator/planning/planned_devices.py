@@ -11,7 +11,7 @@ from dataclasses import replace
 from finetune_contract.byte_text import MIB, human_bytes
 from finetune_contract.facts import DeviceFacts
 from finetune_contract.measured_devices import Choice, PlannedDevice
-from finetune_operator.planning.assumed_facts import LEAST_GPU_MEMORY
+from finetune_operator.planning.assumed_hardware import LEAST_GPU_MEMORY
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.gpu_table import GPU_MODELS
 from finetune_operator.planning.plan_types import Adaptation, PlanRefused

@@ -13,7 +13,7 @@ from finetune_operator.api.quantities import human_count
 from finetune_operator.api.rules.processes import requested_strategy
 from finetune_operator.api.types import OffloadSpec, ParallelismSpec
 from finetune_operator.planning.adapter_sizes import choose_adapter
-from finetune_operator.planning.assumed_facts import UNKNOWN_GPU, assumed_memory
+from finetune_operator.planning.assumed_hardware import UNKNOWN_GPU, assumed_memory
 from finetune_operator.planning.batch import divisors, micro_batches
 from finetune_operator.planning.choice import best_fit, choose_fit, fewest_slices, fitting
 from finetune_operator.planning.combination_checks import with_parallelism, with_spec

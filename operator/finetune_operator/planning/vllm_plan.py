@@ -15,7 +15,7 @@ from finetune_operator.api.rules.vllm_rules import serves_by_vllm
 from finetune_operator.api.types import EndpointSpec
 from finetune_operator.launchers.kserve_kind import RUNTIME_PREFIX
 from finetune_operator.launchers.vllm_facts import ADAPTER_RANKS, VLLM_KEY
-from finetune_operator.planning.assumed_facts import is_well_known
+from finetune_operator.planning.assumed_models import is_well_known
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.plan_types import VllmServer
 

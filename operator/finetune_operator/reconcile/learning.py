@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from statistics import median
 
 from finetune_operator.api.types import ComparisonStatus, FineTuneJobStatus
-from finetune_operator.planning.assumed_facts import UNKNOWN_GPU
+from finetune_operator.planning.assumed_hardware import UNKNOWN_GPU
 from finetune_operator.planning.learned import CORRECTION, LEAST_JOBS
 from finetune_operator.planning.plan_types import LearnedRatios
 from finetune_operator.reconcile.plan_checks import TOTAL

@@ -32,7 +32,7 @@ def hardware_of(
     """Return the node that an option describes."""
     if text is None:
         return None
-    from finetune_operator.planning.assumed_facts import HardwareError, parse_hardware
+    from finetune_operator.planning.assumed_hardware import HardwareError, parse_hardware
 
     try:
         return parse_hardware(text, settings.hardware)
