@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from finetune_operator.api.settings import Settings
-from finetune_operator.launchers.launcher_rows import SUPPORTED
+from finetune_operator.spec.launcher_rows import SUPPORTED
+from finetune_operator.spec.settings.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "charts" / "finetune-operator"

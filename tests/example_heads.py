@@ -14,12 +14,12 @@ from functools import cache
 from examples import EXAMPLES, FOLDER, LOCAL, example_job
 from finetune_contract.byte_text import human_bytes
 from finetune_contract.trainer_job import Training
-from finetune_operator.api.quantities import human_seconds
-from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
-from finetune_operator.planning.assumed_hardware import parse_hardware
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts, JobPlan
-from finetune_operator.planning.schedule import ASSUMED_ROWS
+from finetune_operator.plan.hardware.assumed_hardware import parse_hardware
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.schedule import ASSUMED_ROWS
+from finetune_operator.plan.types.plan_types import Facts, JobPlan
+from finetune_operator.spec.quantities import human_seconds
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
 
 LOCAL_HARDWARE = "cpu=2,hostMemory=8Gi"
 TITLE = "# Hardware, time and cost, by `finetune plan`. `make generate` writes these lines:"

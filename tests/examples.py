@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
-from finetune_operator.api.types import FineTuneJob
-from finetune_operator.api.validation import validate_job
 from finetune_operator.documents import read_documents
+from finetune_operator.spec.checks.validation import validate_job
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
+from finetune_operator.spec.types import FineTuneJob
 
 FOLDER = Path(__file__).parents[1] / "manifests" / "examples"
 EXAMPLES = tuple(sorted(file.stem for file in FOLDER.glob("*.yaml")))

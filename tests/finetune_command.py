@@ -141,12 +141,12 @@ def _preload() -> None:
     import requests
     import yaml
 
-    import finetune_operator.cli.costs
-    import finetune_operator.cli.local_run
-    import finetune_operator.cli.measure
-    import finetune_operator.cli.reviewing
-    import finetune_operator.launchers.launcher_registry
-    import finetune_operator.planning.plan
+    import finetune_operator.cli.cluster.costs
+    import finetune_operator.cli.local.local_run
+    import finetune_operator.cli.local.measure
+    import finetune_operator.extras.review.reviewing
+    import finetune_operator.jobs.launchers.launcher_registry
+    import finetune_operator.plan.plan
 
     del requests, yaml, finetune_operator
 

@@ -16,11 +16,16 @@ from chart_files import (
 )
 from example_heads import table, with_head
 from examples import EXAMPLES
-from finetune_operator.api.crd import crd_yaml
-from finetune_operator.api.docs import api_reference, launchers_table, names_reference, settings_reference
 from finetune_operator.cli.main import COMMANDS, app
-from finetune_operator.planning.gpu_table import GPU_MODELS
-from finetune_operator.shell import operator_metrics
+from finetune_operator.controller.servers import operator_metrics
+from finetune_operator.plan.hardware.gpu_table import GPU_MODELS
+from finetune_operator.spec.schema.crd import crd_yaml
+from finetune_operator.spec.schema.reference_docs import (
+    api_reference,
+    launchers_table,
+    names_reference,
+    settings_reference,
+)
 from support_matrix import support_matrix
 
 
@@ -97,7 +102,7 @@ def known_arguments() -> str:
 
 def tensor_families() -> str:
     """Return the list of models that tensor parallelism can divide. It is made from transformers' plans."""
-    from finetune_trainer.strategies.tensor import tensor_families_json
+    from finetune_trainer.strategies.splitting.tensor import tensor_families_json
 
     return tensor_families_json()
 

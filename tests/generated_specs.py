@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from finetune_operator.api.shapes import (
+from finetune_operator.spec.fields.shapes import (
     Anything,
     Boolean,
     Fields,
@@ -23,8 +23,8 @@ from finetune_operator.api.shapes import (
     leaves,
     spec_shape,
 )
-from finetune_operator.api.support import ROWS
-from finetune_operator.launchers.launcher_rows import TRAINING
+from finetune_operator.spec.fields.support import ROWS
+from finetune_operator.spec.launcher_rows import TRAINING
 
 NASTY = (
     "{{ job }}", "{% raw %}", "$(HOME)", "$$(HOME)", "${PATH}", "`id`", "it's", '"hi"', "a\nb", "a\r\nb",

@@ -17,16 +17,16 @@ from pydantic import TypeAdapter
 
 from examples import EXAMPLES, LOCAL, example_job
 from finetune_contract.facts import DataFacts, SplitFacts
-from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings, Spark
-from finetune_operator.api.types import FineTuneJob
-from finetune_operator.launchers.launcher_registry import render
-from finetune_operator.launchers.launcher_rows import TRAINING, LauncherName
-from finetune_operator.planning.architectures import model_facts
-from finetune_operator.planning.assumed_hardware import parse_hardware
-from finetune_operator.planning.draft import decided
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts, JobPlan
-from finetune_operator.rendering.render_types import Manifest, Owner, ProgressEndpoint, RenderContext
+from finetune_operator.jobs.launchers.launcher_registry import render
+from finetune_operator.jobs.render.render_types import Manifest, Owner, ProgressEndpoint, RenderContext
+from finetune_operator.plan.hardware.assumed_hardware import parse_hardware
+from finetune_operator.plan.models.architectures import model_facts
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.types.draft import decided
+from finetune_operator.plan.types.plan_types import Facts, JobPlan
+from finetune_operator.spec.launcher_rows import TRAINING, LauncherName
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings, Spark
+from finetune_operator.spec.types import FineTuneJob
 
 NAMESPACE = "finetune-golden"
 OWNER_UID = "6f1c9a52-0f0e-4a59-9a34-2b1d7c5e8f00"

@@ -22,10 +22,10 @@ from typing import Any
 
 from differences import difference, written
 from finetune_contract.layout import ESTIMATE_FILE
-from finetune_operator.cli.yaml_text import documents as yaml_text
-from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, files, fingerprint
-from finetune_operator.rendering.endpoint_objects import RUNTIMES, SHARED_KINDS
-from finetune_operator.rendering.render_types import STAGE_LABEL, Manifest
+from finetune_operator.cli.terminal.yaml_text import documents as yaml_text
+from finetune_operator.endpoints.render.endpoint_objects import RUNTIMES, SHARED_KINDS
+from finetune_operator.jobs.render.contract import DEEPSPEED_FILE, JOB_FILE, files, fingerprint
+from finetune_operator.jobs.render.render_types import STAGE_LABEL, Manifest
 from golden_cases import JOBS, golden_manifests, golden_plan
 
 REVISION_KINDS = (("v1", "ConfigMap"), RUNTIMES["deployment"])

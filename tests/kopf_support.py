@@ -13,10 +13,10 @@ from kopf._core.engines.admission import serve_admission_request
 from kopf._core.engines.indexing import OperatorIndexers
 from kopf._core.reactor.inventory import ResourceMemories
 
-from finetune_operator.api.settings import Settings
-from finetune_operator.api.types import GROUP, KIND, PLURAL, VERSION
 from finetune_operator.controller import handlers  # noqa: F401
 from finetune_operator.controller.lifecycle import judged
+from finetune_operator.spec.settings.settings import Settings
+from finetune_operator.spec.types import GROUP, KIND, PLURAL, VERSION
 
 
 class Judging:

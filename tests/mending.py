@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune_operator.api.hint_values import Drop, Move, Rename, ReplaceBy, SetTo
-from finetune_operator.api.problems import PathPart, Problem, format_path
-from finetune_operator.api.shapes import find, spec_shape
+from finetune_operator.spec.fields.shapes import find, spec_shape
+from finetune_operator.spec.hint_values import Drop, Move, Rename, ReplaceBy, SetTo
+from finetune_operator.spec.problems import PathPart, Problem, format_path
 
 GONE = None
 """Value that removes the field."""

@@ -17,8 +17,8 @@ import yaml
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from finetune_operator.api.types import FineTuneJobStatus
-from finetune_operator.shell.operator_metrics import Metrics
+from finetune_operator.controller.servers.operator_metrics import Metrics
+from finetune_operator.spec.types import FineTuneJobStatus
 from reconcile_world import World
 from served_series import TARGET as SERVER
 from served_series import VLLM_TARGET, server_metrics, vllm_metrics

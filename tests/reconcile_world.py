@@ -18,17 +18,11 @@ from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, SplitFacts
 from finetune_contract.layout import EXIT_CODES, FailureClass
 from finetune_contract.report import FailureReport, MeasuredFacts, TrainerReport
-from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
-from finetune_operator.api.status_times import stamp
-from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus
-from finetune_operator.launchers.launcher_rows import SUPPORTED, LauncherName
-from finetune_operator.planning.architectures import model_facts
-from finetune_operator.planning.plan_types import LearnedRatios
-from finetune_operator.reconcile.children import child_view
-from finetune_operator.reconcile.decide import decide
-from finetune_operator.reconcile.endpoint_view import endpoint_view, inference_service_view, joined
-from finetune_operator.reconcile.observed import job_view, pod_view, pods_being_deleted, wanted_logs
-from finetune_operator.reconcile.reconcile_types import (
+from finetune_operator.endpoints.decide.endpoint_view import endpoint_view, inference_service_view, joined
+from finetune_operator.jobs.decide.decide import decide
+from finetune_operator.jobs.observed import job_view, pod_view, pods_being_deleted, wanted_logs
+from finetune_operator.jobs.state.children import child_view
+from finetune_operator.jobs.state.decision_types import (
     NO_FINDINGS,
     AutoscalerView,
     Decision,
@@ -42,6 +36,12 @@ from finetune_operator.reconcile.reconcile_types import (
     Refusal,
     RouteView,
 )
+from finetune_operator.plan.models.architectures import model_facts
+from finetune_operator.plan.types.plan_types import LearnedRatios
+from finetune_operator.spec.launcher_rows import SUPPORTED, LauncherName
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, Settings
+from finetune_operator.spec.status_times import stamp
+from finetune_operator.spec.types import FineTuneJobStatus, ProgressStatus
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 NOT_FOR_PEOPLE = re.compile(

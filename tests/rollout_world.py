@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune_operator.api.types import EndpointStatus, RevisionStatus
+from finetune_operator.spec.types import EndpointStatus, RevisionStatus
 from reconcile_world import SPEC, World
 
 NAME = "reviews-endpoint"

@@ -15,15 +15,15 @@ from typing import Any, get_args
 from finetune_contract.choices import AdapterMethod, Precision, Task
 from finetune_contract.combinations import CONSTRAINTS
 from finetune_contract.constraints import FIELDS, Term
-from finetune_operator.api.problems import Problem
-from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
-from finetune_operator.api.support import ROWS, served_words
-from finetune_operator.api.types import API_VERSION, KIND
-from finetune_operator.api.validation import validate_job
-from finetune_operator.launchers import launcher_rows as launchers
-from finetune_operator.planning.assumed_hardware import parse_hardware
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts, PlanRefused
+from finetune_operator.plan.hardware.assumed_hardware import parse_hardware
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.types.plan_types import Facts, PlanRefused
+from finetune_operator.spec import launcher_rows as launchers
+from finetune_operator.spec.checks.validation import validate_job
+from finetune_operator.spec.fields.support import ROWS, served_words
+from finetune_operator.spec.problems import Problem
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
+from finetune_operator.spec.types import API_VERSION, KIND
 
 TASKS: tuple[Task, ...] = get_args(Task)
 LAUNCHERS = tuple(each.name for each in launchers.LAUNCHERS if "train" in each.stages)

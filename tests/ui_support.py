@@ -20,15 +20,15 @@ import yaml
 from finetune_contract.choices import Stage
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import Progress, TrainerReport
-from finetune_operator.api.settings import LOCAL_SETTINGS
-from finetune_operator.cli.ui.pages import Pages
-from finetune_operator.cli.ui.ui_jobs import ClusterJobs
-from finetune_operator.cli.ui.ui_runs import Workspace
-from finetune_operator.cli.ui.ui_server import Server
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts
-from finetune_operator.rendering.contract import JOB_FILE, files
-from finetune_operator.rendering.render_types import JOB_LABEL, UID_LABEL
+from finetune_operator.extras.ui.pages import Pages
+from finetune_operator.extras.ui.ui_jobs import ClusterJobs
+from finetune_operator.extras.ui.ui_runs import Workspace
+from finetune_operator.extras.ui.ui_server import Server
+from finetune_operator.jobs.render.contract import JOB_FILE, files
+from finetune_operator.jobs.render.render_types import JOB_LABEL, UID_LABEL
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.types.plan_types import Facts
+from finetune_operator.spec.settings.settings import LOCAL_SETTINGS
 from planning_support.cases import BERT, job
 from suite_plugins.patience import patient
 

@@ -24,11 +24,11 @@ ROW = """
 """
 MODULE = '''"""ray.io/v1 RayJob."""
 
-from finetune_operator.api.objects import Raw
-from finetune_operator.launchers.kinds.launcher_status import Verdict
-from finetune_operator.rendering.manifests import metadata
-from finetune_operator.rendering.templates import document
-from finetune_operator.rendering.trainer_pod import stage_pod
+from finetune_operator.spec.objects import Raw
+from finetune_operator.jobs.launchers.launcher_status import Verdict
+from finetune_operator.jobs.render.manifests import metadata
+from finetune_operator.jobs.render.templates import document
+from finetune_operator.jobs.render.trainer_pod import stage_pod
 
 
 def render(pods):
@@ -58,19 +58,19 @@ PROGRAM = """
 import asyncio, json
 from dataclasses import replace
 from chart_files import launcher_rights
-from finetune_operator.api.crd import crd
-from finetune_operator.api.docs import api_reference, launchers_table, names_reference
-from finetune_operator.api.settings import CLUSTER_SETTINGS
-from finetune_operator.api.validation import validate_job
+from finetune_operator.spec.schema.crd import crd
+from finetune_operator.spec.schema.reference_docs import api_reference, launchers_table, names_reference
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS
+from finetune_operator.spec.checks.validation import validate_job
 from finetune_operator.cli.commands.file_commands import Launcher
-from finetune_operator.cli.debugging import KINDS
-from finetune_operator.launchers.launcher_registry import stage
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts, PlanRefused
-from finetune_operator.reconcile.children import child_view
-from finetune_operator.rendering.render_types import Attempt, RenderContext
-from finetune_operator.shell.kube import Kube
-from finetune_operator.shell.operator_metrics import RESOURCE_NAMES
+from finetune_operator.cli.cluster.debugging import KINDS
+from finetune_operator.jobs.launchers.launcher_registry import stage
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.types.plan_types import Facts, PlanRefused
+from finetune_operator.jobs.state.children import child_view
+from finetune_operator.jobs.render.render_types import Attempt, RenderContext
+from finetune_operator.controller.cluster.kube import Kube
+from finetune_operator.controller.servers.operator_metrics import RESOURCE_NAMES
 from finetune_contract.choices import Stage
 import support_matrix
 
@@ -128,15 +128,20 @@ def trial(tmp_path: Path) -> Any:
     """Return the output of a copy of the package with one launcher more."""
     package = tmp_path / "finetune_operator"
     shutil.copytree(ROOT / "operator" / "finetune_operator", package, ignore=shutil.ignore_patterns("__pycache__"))
-    launchers = package / "launchers"
-    insert(launchers / "launcher_rows.py", '    Launcher(\n        "trainjob", ', ROW.lstrip("\n"))
-    rows = (launchers / "launcher_rows.py").read_text(encoding="utf-8")
-    names = rows.replace('= Literal["pytorchjob",', '= Literal["rayjob", "pytorchjob",')
-    (launchers / "launcher_rows.py").write_text(names, encoding="utf-8")
-    insert(launchers / "launcher_registry.py", '    "sparkapplication": sparkapplication,', '    "rayjob": rayjob,\n')
-    insert(launchers / "launcher_registry.py", "sparkapplication\nfrom", "rayjob, ")
-    (launchers / "kinds" / "rayjob.py").write_text(MODULE, encoding="utf-8")
-    (launchers / "templates" / "rayjob.yaml.jinja").write_text(TEMPLATE, encoding="utf-8")
+    row, registry = package / "spec" / "launcher_rows.py", package / "jobs" / "launchers" / "launcher_registry.py"
+    insert(row, '    Launcher(\n        "trainjob", ', ROW.lstrip("\n"))
+    names = row.read_text(encoding="utf-8").replace('= Literal["pytorchjob",', '= Literal["rayjob", "pytorchjob",')
+    row.write_text(names, encoding="utf-8")
+    insert(registry, '    "sparkapplication": sparkapplication,', '    "rayjob": rayjob_launcher,\n')
+    insert(
+        registry,
+        "from finetune_operator.jobs.launchers.sparkapplication import",
+        "from finetune_operator.jobs.launchers.rayjob import rayjob_launcher\n",
+    )
+    folder = registry.with_name("rayjob")
+    folder.mkdir()
+    (folder / "rayjob_launcher.py").write_text(MODULE, encoding="utf-8")
+    (folder / "rayjob.yaml.jinja").write_text(TEMPLATE, encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), str(ROOT / "tests")])
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM],

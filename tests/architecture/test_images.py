@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune_operator.api.settings import OPERATOR_IMAGE, TRAINER_IMAGE
-from finetune_operator.launchers.kinds.mpijob import SSH_KEYS
-from finetune_operator.rendering.pod_parts import USER_ID
-from finetune_operator.rendering.trainer_pod import HOME
+from finetune_operator.jobs.launchers.mpijob.mpijob_launcher import SSH_KEYS
+from finetune_operator.jobs.render.pod_parts import USER_ID
+from finetune_operator.jobs.render.trainer_pod import HOME
+from finetune_operator.spec.settings.settings import OPERATOR_IMAGE, TRAINER_IMAGE
 from suite_plugins.patience import patient
 
 ROOT = Path(__file__).parents[2]

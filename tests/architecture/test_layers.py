@@ -17,7 +17,9 @@ def test_the_finetune_command_starts_without_a_deep_learning_library() -> None:
     assert ran.stdout.strip() == "[]", ran.stdout + ran.stderr
 
 
-READERS_OF_STATUS = ("cli.jobview", "cli.watching", "reconcile.observed", "reconcile.fleet_metrics", "shell.store")
+READERS_OF_STATUS = (
+    "cli.cluster.jobview", "cli.cluster.watching", "jobs.observed", "jobs.fleet_metrics", "controller.store.store",
+)  # fmt: skip
 
 
 def test_readers_of_a_status_import_no_template_engine() -> None:

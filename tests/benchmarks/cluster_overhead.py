@@ -28,9 +28,9 @@ from box_support.box import CONTROLLERS, running_box
 from box_support.box_inputs import ROTTEN_TOMATOES, copy_real_inputs, readable_by_all
 from box_support.team import INPUTS, Team, stage_of
 from cluster_support.api_access import Object
-from finetune_operator.api.status_times import seconds_since
-from finetune_operator.api.types import API_VERSION, KIND, StageStatus
-from finetune_operator.launchers.launcher_rows import TRAINING
+from finetune_operator.spec.launcher_rows import TRAINING
+from finetune_operator.spec.status_times import seconds_since
+from finetune_operator.spec.types import API_VERSION, KIND, StageStatus
 
 BASELINE = "finetune run"
 LAUNCHERS = TRAINING

@@ -35,7 +35,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from finetune_trainer.inference.optimization.continuous_batches import SlotGenerator
+from finetune_trainer.predict.backends.continuous_batches import SlotGenerator
 
 PAD, START, END, FIRST_NUMBER, NUMBERS, NOISE = 0, 1, 2, 4, 256, 16
 MOST = NUMBERS - 1

@@ -45,7 +45,7 @@ from cluster_support.stand_ins import StandIns, running_stand_ins
 from cluster_support.world import SETTINGS, World, install_kinds, namespace_for_pods, states
 from finetune_contract.choices import Stage
 from finetune_contract.report import KubeflowUpdate, Progress
-from finetune_trainer.progress import KUBEFLOW_INTERVAL_SECONDS, KubeflowProgress
+from finetune_trainer.core.progress import KUBEFLOW_INTERVAL_SECONDS, KubeflowProgress
 
 ARMS = ("nothing", "hostile")
 PODS = 8

@@ -37,7 +37,7 @@ from cluster_support.control_plane import Cluster, running_cluster
 from cluster_support.operator_process import OperatorProcess, install
 from cluster_support.stand_ins import running_stand_ins
 from cluster_support.world import BASE, SETTINGS, fresh_namespace, install_kinds, loose_crd, merged, namespace_for_pods
-from finetune_operator.api.types import API_VERSION, KIND, PLURAL
+from finetune_operator.spec.types import API_VERSION, KIND, PLURAL
 
 ARMS = ("nothing", "suspended", "hostile")
 HONEST = 20

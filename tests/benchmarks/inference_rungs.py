@@ -44,17 +44,17 @@ from transformers.utils import logging as transformers_logging
 
 from finetune_contract.inference_settings import CPU_BATCH_TOKENS
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.data.prepare import labels_of_model, predict_part
+from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data.row_shards import RowSource, row_source
-from finetune_trainer.data.shards import Encoder
-from finetune_trainer.inference.answering import Answerer, RequestedColumns
-from finetune_trainer.inference.optimization.answer_agreement import agreement, largest_difference
-from finetune_trainer.inference.optimization.rung_protocol import Batch, ForwardPass, Machine, NotAvailable
-from finetune_trainer.inference.optimization.rungs import rung_by_name, rungs_of
-from finetune_trainer.inference.prediction_parts import Parts
-from finetune_trainer.inference.runner import Means
-from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.models.loading import load_config, load_tokenizer, truncation_length, window_stride
+from finetune_trainer.predict.answering import Answerer, RequestedColumns
+from finetune_trainer.predict.backends.answer_agreement import agreement, largest_difference
+from finetune_trainer.predict.backends.backend_protocol import Batch, ForwardPass, Machine, NotAvailable
+from finetune_trainer.predict.backends.backends import rung_by_name, rungs_of
+from finetune_trainer.predict.prediction_parts import Parts
+from finetune_trainer.predict.runner import Means
+from finetune_trainer.prepare.prepare import labels_of_model, predict_part
+from finetune_trainer.prepare.shards import Encoder
 from finetune_trainer.tasks.task_protocol import Coding
 from finetune_trainer.tasks.task_registry import task_of
 

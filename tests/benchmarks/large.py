@@ -36,7 +36,7 @@ from strategies import FINETUNE, PARALLELISM
 from train import peak
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig
 
-from finetune_operator.planning.devices import find_gpu
+from finetune_operator.plan.hardware.devices import find_gpu
 
 WARMUP_STEPS = 5
 LEARNING_RATE = 1e-4
@@ -211,7 +211,7 @@ def peak_of_device() -> float:
     name = torch.cuda.get_device_name()
     model = find_gpu(name)
     if model is None:
-        sys.exit(f"The peak of {name} is not known: add it to finetune_operator.planning.devices.")
+        sys.exit(f"The peak of {name} is not known: add it to finetune_operator.plan.hardware.devices.")
     return model.half_tflops * 1e12 * torch.cuda.device_count()
 
 

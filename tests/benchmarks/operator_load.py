@@ -33,14 +33,14 @@ from cluster_support.api_access import Api, AsyncApi, path_of, wait_until
 from cluster_support.control_plane import Cluster, needs_controllers, running_cluster
 from cluster_support.operator_process import NAMESPACE, USER, OperatorProcess, install
 from cluster_support.world import fresh_namespace, install_kinds
-from finetune_operator.api.settings import CLUSTER_SETTINGS
-from finetune_operator.api.types import API_VERSION, KIND, PLURAL
-from finetune_operator.api.validation import validate_job
-from finetune_operator.launchers.launcher_registry import stage
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts
-from finetune_operator.rendering.manifests import shared
-from finetune_operator.rendering.render_types import Attempt, Owner, RenderContext
+from finetune_operator.jobs.launchers.launcher_registry import stage
+from finetune_operator.jobs.render.manifests import shared
+from finetune_operator.jobs.render.render_types import Attempt, Owner, RenderContext
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.types.plan_types import Facts
+from finetune_operator.spec.checks.validation import validate_job
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS
+from finetune_operator.spec.types import API_VERSION, KIND, PLURAL
 
 GENERATORS = 16
 """Connections over which jobs are applied, like several users and pipelines."""

@@ -52,7 +52,7 @@ def save_model(folder: Path) -> None:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from finetune_trainer.models import resolve_model
+    from finetune_trainer.models.loading import resolve_model
 
     name, arguments = resolve_model(MODEL)
     torch.manual_seed(7)
@@ -67,13 +67,13 @@ def work(model: Path, rows: Path, threads: int, rung: str, gate: Path) -> None:
     import torch
 
     from finetune_contract.trainer_job import TrainerJob
-    from finetune_trainer.data.prepare import labels_of_model, predict_part
+    from finetune_trainer.core.progress import NoProgress
     from finetune_trainer.data.row_shards import row_source
-    from finetune_trainer.data.shards import Encoder
-    from finetune_trainer.inference.answering import Answerer, RequestedColumns, coding_of
-    from finetune_trainer.inference.optimization.rungs import rung_by_name
-    from finetune_trainer.inference.runner import Means
-    from finetune_trainer.progress import NoProgress
+    from finetune_trainer.predict.answering import Answerer, RequestedColumns, coding_of
+    from finetune_trainer.predict.backends.backends import rung_by_name
+    from finetune_trainer.predict.runner import Means
+    from finetune_trainer.prepare.prepare import labels_of_model, predict_part
+    from finetune_trainer.prepare.shards import Encoder
     from finetune_trainer.tasks.task_registry import task_of
 
     torch.set_num_threads(threads)

@@ -46,7 +46,7 @@ def save_model(folder: Path, layers: int, width: int) -> None:
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 
-    from finetune_trainer.models import load_tokenizer
+    from finetune_trainer.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(TrainerJob.model_validate(a_job(MODEL, Path("/none"), 1)))
     torch.manual_seed(7)
@@ -77,7 +77,7 @@ def one() -> None:
     """Run one worker (`--one FOLDER`); record its claims, and its CPU seconds after its start."""
     from finetune_trainer.__main__ import run
     from finetune_trainer.data import row_shards
-    from finetune_trainer.inference import predict, shard_claims
+    from finetune_trainer.predict import predict, shard_claims
 
     folder = Path(sys.argv[2])
     row_shards.LEAST_BYTES = int(sys.argv[3])

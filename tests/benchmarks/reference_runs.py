@@ -100,7 +100,7 @@ class Arm:
 
 
 def minilm() -> str:
-    from finetune_trainer.models import resolve_model
+    from finetune_trainer.models.loading import resolve_model
 
     return resolve_model(MINILM)[0]
 

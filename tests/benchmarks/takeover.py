@@ -24,9 +24,9 @@ from cluster_support.api_access import Api, path_of, wait_until
 from cluster_support.control_plane import Cluster, running_cluster
 from cluster_support.operator_process import NAMESPACE, OperatorProcess, install
 from cluster_support.world import BASE, SETTINGS, install_kinds, namespace_for_pods
-from finetune_operator.api.types import API_VERSION, KIND, PLURAL
-from finetune_operator.rendering.render_types import JOB_LABEL
-from finetune_operator.shell.leader import LEASE_NAME, LEASE_SECONDS
+from finetune_operator.controller.cluster.leader import LEASE_NAME, LEASE_SECONDS
+from finetune_operator.jobs.render.render_types import JOB_LABEL
+from finetune_operator.spec.types import API_VERSION, KIND, PLURAL
 
 ARMS = {"killed": OperatorProcess.kill, "stopped": OperatorProcess.terminate}
 

@@ -211,9 +211,9 @@ def profile(folder: Path, precision: str) -> None:
     """Profile the steps of our arm: its own code, in this process."""
     from finetune_contract.layout import JobPaths
     from finetune_contract.trainer_job import TrainerJob
-    from finetune_trainer.distributed import ProcessWorld
-    from finetune_trainer.progress import NoProgress
-    from finetune_trainer.training.interruption import Interruption
+    from finetune_trainer.core.distributed import ProcessWorld
+    from finetune_trainer.core.interruption import Interruption
+    from finetune_trainer.core.progress import NoProgress
     from finetune_trainer.training.run import train
 
     name = f"ours-{precision}"
@@ -266,7 +266,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     options.workspace.mkdir(parents=True, exist_ok=True)
-    from finetune_trainer.models import resolve_model
+    from finetune_trainer.models.loading import resolve_model
 
     path, _ = resolve_model(MODEL, "main", False)
     tokenizer = AutoTokenizer.from_pretrained(path)

@@ -26,7 +26,7 @@ from box_support import sleeping_kubelet
 from cluster_support.api_access import Api, Object
 from cluster_support.control_plane import ROOT, Cluster, assets_folder, audited, free_port
 from cluster_support.operator_process import NAMESPACE
-from finetune_operator.rendering.pod_parts import CONTAINER_NAME
+from finetune_operator.jobs.render.pod_parts import CONTAINER_NAME
 from suite_plugins.patience import patient
 from suite_plugins.shared_folder import TOOLS
 from suite_plugins.shared_folder import missing as without

@@ -11,7 +11,7 @@ from box_support.box import on_fragile_nodes
 from box_support.faults import puppet
 from box_support.team import JOB_SECONDS, Team, stage_of, tiny_spec
 from cluster_support.api_access import ApiError, Object, path_of, wait_until
-from finetune_operator.rendering.pod_parts import CONTAINER_NAME
+from finetune_operator.jobs.render.pod_parts import CONTAINER_NAME
 
 STEPS = 300
 BEFORE_FAULT = 25

@@ -44,8 +44,8 @@ from box_support.team import INPUTS, TERMINAL, Team, last_step, stage_of, tiny_s
 from cluster_support.api_access import Api, ApiError, Object, path_of
 from cluster_support.operator_process import NAMESPACE
 from finetune_contract.layout import JobPaths
-from finetune_operator.api.types import API_VERSION, KIND, PLURAL
-from finetune_operator.rendering.pod_parts import CONTAINER_NAME
+from finetune_operator.jobs.render.pod_parts import CONTAINER_NAME
+from finetune_operator.spec.types import API_VERSION, KIND, PLURAL
 from suite_plugins.patience import patient
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from cluster_support.api_access import Object, path_of
 from cluster_support.operator_process import NAMESPACE, USER
 from cluster_support.world import CHILD_KINDS
 from finetune_contract.layout import COMPLETION_MARKER, JobPaths
-from finetune_operator.api.types import API_VERSION, PLURAL
-from finetune_operator.rendering.render_types import JOB_LABEL
+from finetune_operator.jobs.render.render_types import JOB_LABEL
+from finetune_operator.spec.types import API_VERSION, PLURAL
 
 _BESIDE = (("v1", "configmaps"), ("v1", "services"))
 _AGAIN = re.compile(r"Stage (\w+) restarts as attempt (\d+) ")

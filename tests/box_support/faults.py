@@ -24,9 +24,9 @@ from box_support.box import FRAGILE, Box, claim_of, pod_with_claim
 from box_support.team import Team
 from cluster_support.api_access import Object, path_of, wait_until
 from cluster_support.operator_process import NAMESPACE
+from finetune_operator.jobs.render.pod_parts import CONTAINER_NAME
 from finetune_operator.kubernetes_api.resources import resource_of
-from finetune_operator.rendering.pod_parts import CONTAINER_NAME
-from finetune_trainer.distributed import discover
+from finetune_trainer.core.distributed import discover
 from suite_plugins.patience import patient
 
 RAISE_SIGNAL = signal.SIGUSR2

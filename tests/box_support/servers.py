@@ -7,7 +7,7 @@ from pathlib import Path
 
 from box_support.box import trainer_image
 from cluster_support.api_access import Object
-from finetune_operator.rendering.render_types import JOB_LABEL
+from finetune_operator.jobs.render.render_types import JOB_LABEL
 
 
 def server(

@@ -51,8 +51,8 @@ def steered(module):
 
 
 CHANGES = {
-    "finetune_trainer.inference.answering": slowed,
-    "finetune_trainer.inference.prediction_parts": steered,
+    "finetune_trainer.predict.answering": slowed,
+    "finetune_trainer.predict.prediction_parts": steered,
 }
 
 

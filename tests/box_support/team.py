@@ -14,8 +14,8 @@ import yaml
 from box_support.box import Box
 from cluster_support.api_access import ApiError, Object, path_of, wait_until
 from finetune_contract.layout import JobPaths
-from finetune_operator.api.types import API_VERSION, KIND, PLURAL
-from finetune_operator.rendering.render_types import ATTEMPT_LABEL, JOB_LABEL, STAGE_LABEL
+from finetune_operator.jobs.render.render_types import ATTEMPT_LABEL, JOB_LABEL, STAGE_LABEL
+from finetune_operator.spec.types import API_VERSION, KIND, PLURAL
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from finetune_operator.api.types import API_VERSION, KIND, Phase
+from finetune_operator.spec.types import API_VERSION, KIND, Phase
 from monitoring import (
     FILES,
     ROOT,

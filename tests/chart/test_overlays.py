@@ -10,9 +10,9 @@ import yaml
 
 from chart_files import ROOT
 from chart_rendering import Object, kustomize, one, render
-from finetune_operator.api.settings import Settings
-from finetune_operator.api.settings_check import check_settings
-from finetune_operator.cli.images import read_values
+from finetune_operator.cli.files.images import read_values
+from finetune_operator.spec.checks.settings_check import check_settings
+from finetune_operator.spec.settings.settings import Settings
 
 OVERLAYS = ROOT / "manifests" / "overlays"
 NAMES = sorted(folder.name for folder in OVERLAYS.iterdir())

@@ -23,11 +23,11 @@ from chart_rendering import (
     template,
     without_tests,
 )
-from finetune_operator.api.crd import crd
-from finetune_operator.api.settings import VLLM_IMAGE
-from finetune_operator.api.settings_check import check_settings
-from finetune_operator.cli.images import pulled_images, read_values
+from finetune_operator.cli.files.images import pulled_images, read_values
 from finetune_operator.documents import read_documents
+from finetune_operator.spec.checks.settings_check import check_settings
+from finetune_operator.spec.schema.crd import crd
+from finetune_operator.spec.settings.settings import VLLM_IMAGE
 
 CRD = "finetunejobs.finetune.dev"
 CHART_LABELS = {

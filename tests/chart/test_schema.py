@@ -11,9 +11,9 @@ import yaml
 
 from chart_files import CHART, DECIDED_ELSEWHERE
 from chart_rendering import template
-from finetune_operator.api.docs import SETTINGS_EXAMPLE
-from finetune_operator.api.settings import Settings
-from finetune_operator.api.shapes import leaves, shape_of
+from finetune_operator.spec.fields.shapes import leaves, shape_of
+from finetune_operator.spec.schema.reference_docs import SETTINGS_EXAMPLE
+from finetune_operator.spec.settings.settings import Settings
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -12,15 +12,15 @@ import pytest
 import yaml
 
 from explained import read
-from finetune_operator.api.crd import crd_yaml
-from finetune_operator.api.explain import as_text, find_field
-from finetune_operator.api.rules import RULES
-from finetune_operator.api.rules.column_rules import COLUMN_TASKS
-from finetune_operator.api.settings import LOCAL_SETTINGS
-from finetune_operator.api.shapes import Number, Text, leaves, spec_shape
-from finetune_operator.api.types import FineTuneJobSpec
-from finetune_operator.api.validation import validate_job
 from finetune_operator.documents import read_documents
+from finetune_operator.spec.checks.validation import validate_job
+from finetune_operator.spec.fields.shapes import Number, Text, leaves, spec_shape
+from finetune_operator.spec.rules import RULES
+from finetune_operator.spec.rules.column_rules import COLUMN_TASKS
+from finetune_operator.spec.schema.crd import crd_yaml
+from finetune_operator.spec.schema.explain import as_text, find_field
+from finetune_operator.spec.settings.settings import LOCAL_SETTINGS
+from finetune_operator.spec.types import FineTuneJobSpec
 from suite_plugins.waiting import wait_until
 
 JOBS = Path(__file__).parents[1] / "unit" / "jobs"

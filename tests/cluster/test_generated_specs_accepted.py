@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, given
 
 from cluster_support.control_plane import Cluster
 from cluster_support.world import fresh_namespace
-from finetune_operator.api.settings import CLUSTER_SETTINGS
-from finetune_operator.api.types import FineTuneJob
-from finetune_operator.api.validation import validate_job
-from finetune_operator.launchers.launcher_registry import render
-from finetune_operator.launchers.launcher_rows import TRAINING
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts, PlanRefused
-from finetune_operator.rendering.render_types import RenderContext
+from finetune_operator.jobs.launchers.launcher_registry import render
+from finetune_operator.jobs.render.render_types import RenderContext
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.types.plan_types import Facts, PlanRefused
+from finetune_operator.spec.checks.validation import validate_job
+from finetune_operator.spec.launcher_rows import TRAINING
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS
+from finetune_operator.spec.types import FineTuneJob
 from generated_specs import specs
 from suite_plugins.fuzz import examples, scaled
 

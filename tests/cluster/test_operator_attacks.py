@@ -14,10 +14,10 @@ from cluster_support.world import BASE, World, loose_crd, merged, namespace_for_
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import FailureReport, TrainerReport
-from finetune_operator.api.crd import crd_yaml
-from finetune_operator.api.types import API_VERSION, KIND, PLURAL
-from finetune_operator.rendering.pod_parts import CONTAINER_NAME
-from finetune_operator.rendering.render_types import ATTEMPT_LABEL, JOB_LABEL, STAGE_LABEL, UID_LABEL
+from finetune_operator.jobs.render.pod_parts import CONTAINER_NAME
+from finetune_operator.jobs.render.render_types import ATTEMPT_LABEL, JOB_LABEL, STAGE_LABEL, UID_LABEL
+from finetune_operator.spec.schema.crd import crd_yaml
+from finetune_operator.spec.types import API_VERSION, KIND, PLURAL
 
 FAILURE = TrainerReport(
     job="victim",

@@ -22,9 +22,9 @@ from cluster_support.operator_process import USER, OperatorProcess
 from cluster_support.plays import RUNS, SUCCEEDS
 from cluster_support.stand_ins import running_stand_ins
 from cluster_support.world import BASE, SETTINGS, World, install_kinds, states
-from finetune_operator.api.settings_check import check_settings
-from finetune_operator.api.types import API_VERSION, KIND, PLURAL
-from finetune_operator.shell.kube import KEYS_PATH
+from finetune_operator.controller.cluster.kube import KEYS_PATH
+from finetune_operator.spec.checks.settings_check import check_settings
+from finetune_operator.spec.types import API_VERSION, KIND, PLURAL
 from suite_plugins.patience import patient
 from suite_plugins.shared_folder import CRDS, missing
 

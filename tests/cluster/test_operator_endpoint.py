@@ -9,8 +9,7 @@ from cluster_support.http_scaled_object import install_http_scaled_objects
 from cluster_support.httproute import install_httproutes, weights
 from cluster_support.plays import RUNS
 from cluster_support.world import World, condition, conditions, install_kserve, states
-from finetune_operator.launchers.idle_kind import IDLE_API, IDLE_PLURAL
-from finetune_operator.launchers.route_kind import ROUTE_API, ROUTE_PLURAL
+from finetune_operator.endpoints.kinds import IDLE_API, IDLE_PLURAL, ROUTE_API, ROUTE_PLURAL
 
 DEPLOYED: Object = {"runtime": "deployment"}
 ALONE: Object = {"training": None, "dataset": None, "evaluation": None, "predict": None, "endpoint": DEPLOYED}

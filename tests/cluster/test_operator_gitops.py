@@ -10,7 +10,7 @@ import pytest
 from cluster_support.api_access import wait_until
 from cluster_support.plays import RUNS, SUCCEEDS
 from cluster_support.world import BASE, World, merged, states
-from finetune_operator.api.types import API_VERSION, KIND, PLURAL
+from finetune_operator.spec.types import API_VERSION, KIND, PLURAL
 
 TIMES = 20
 FROM_GIT = ("--server-side", "--field-manager=argocd-controller", "--force-conflicts")

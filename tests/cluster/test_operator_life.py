@@ -24,7 +24,7 @@ from cluster_support.world import (
     namespace_for_pods,
     states,
 )
-from finetune_operator.api.types import API_VERSION, KIND, PLURAL
+from finetune_operator.spec.types import API_VERSION, KIND, PLURAL
 
 STAGES = ("prepare", "train", "evaluate", "predict")
 ONE_EACH = dict.fromkeys(STAGES, ("Succeeded", 1))

@@ -11,8 +11,8 @@ from typing import Protocol
 import pytest
 
 from cluster_support.api_access import wait_until
-from finetune_operator.api.settings import Settings
-from finetune_operator.cli.job_files import read_settings
+from finetune_operator.cli.files.job_files import read_settings
+from finetune_operator.spec.settings.settings import Settings
 
 OPERATOR = Path(__file__).parents[2] / "manifests" / "operator"
 NAMESPACE = "finetune-system"

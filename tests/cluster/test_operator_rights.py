@@ -20,10 +20,10 @@ from cluster_support.httproute import install_httproutes
 from cluster_support.operator_process import ACCOUNT, MANIFESTS, NAMESPACE, USER, OperatorProcess, install
 from cluster_support.plays import RUNS, WRONG_COLUMN
 from cluster_support.world import SETTINGS, World, condition, conditions, install_kserve, namespace_for_pods
-from finetune_operator.api.types import API_VERSION, PLURAL
+from finetune_operator.jobs.render.render_types import PROGRESS_AUDIENCE, STAGE_LABEL
 from finetune_operator.kubernetes_api.resources import DEPLOYMENT, INFERENCE_SERVICE
-from finetune_operator.launchers.launcher_rows import SUPPORTED, TRAINING
-from finetune_operator.rendering.render_types import PROGRESS_AUDIENCE, STAGE_LABEL
+from finetune_operator.spec.launcher_rows import SUPPORTED, TRAINING
+from finetune_operator.spec.types import API_VERSION, PLURAL
 
 ROLES = ("Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
 LEASE = "finetune-operator"

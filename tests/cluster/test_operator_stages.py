@@ -15,9 +15,9 @@ from cluster_support.kubelet import ON_STAND_IN
 from cluster_support.operator_process import USER
 from cluster_support.plays import KILLED_FOR_MEMORY, RUNS, SUCCEEDS, Play
 from cluster_support.world import BASE, History, World, condition, conditions, merged, stage_of, states
-from finetune_operator.api.types import API_VERSION, KIND, PLURAL
-from finetune_operator.launchers.launcher_rows import TRAINING, LauncherName
-from finetune_operator.launchers.launcher_rows import launcher as row_of
+from finetune_operator.spec.launcher_rows import TRAINING, LauncherName
+from finetune_operator.spec.launcher_rows import launcher as row_of
+from finetune_operator.spec.types import API_VERSION, KIND, PLURAL
 
 ONE_EACH = dict.fromkeys(("prepare", "train", "evaluate", "predict"), ("Succeeded", 1))
 

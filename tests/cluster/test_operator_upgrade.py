@@ -29,9 +29,9 @@ from cluster_support.world import (
     states,
 )
 from earlier_release import python_path, script, unpack
-from finetune_operator.api.crd import crd
-from finetune_operator.api.served_schema import OPENAPI_PATH, lacking
-from finetune_operator.api.types import API_VERSION, PLURAL
+from finetune_operator.spec.schema.crd import crd
+from finetune_operator.spec.schema.served_schema import OPENAPI_PATH, lacking
+from finetune_operator.spec.types import API_VERSION, PLURAL
 
 PATIENT_SETTINGS = merged(SETTINGS, {"limits": {"restartDelaySeconds": 3600, "restartDelayMostSeconds": 3600}})
 """Settings under which a job waits for its next attempt for as long as the upgrade takes."""

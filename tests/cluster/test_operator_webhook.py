@@ -24,8 +24,8 @@ from cluster_support.api_access import new_session, wait_until
 from cluster_support.control_plane import ROOT, Cluster, free_port, running_cluster
 from cluster_support.operator_process import NAMESPACE, USER, OperatorProcess, install
 from cluster_support.world import BASE, SETTINGS, fresh_namespace, install_kinds, merged
-from finetune_operator.api.types import API_VERSION, GROUP, KIND, PLURAL
-from finetune_operator.shell.certificates import SERVICE_NAME
+from finetune_operator.controller.servers.certificates import SERVICE_NAME
+from finetune_operator.spec.types import API_VERSION, GROUP, KIND, PLURAL
 from suite_plugins.patience import patient
 
 CONFIGURATION = "finetune-operator-test"

@@ -18,19 +18,25 @@ import pytest
 
 from cluster_support.api_access import Access, kubeconfig_text, wait_until
 from finetune_contract.choices import Stage
-from finetune_operator.api.crd import crd_yaml
-from finetune_operator.api.settings import Progress, ProgressTokens, Settings
+from finetune_operator.controller.cluster.kube import KEYS_PATH, Kube
+from finetune_operator.controller.reconcile.operator_state import OperatorState, ProgressBook
+from finetune_operator.controller.servers.certificates import SECRET_NAME
+from finetune_operator.controller.servers.operator_metrics import Metrics
+from finetune_operator.controller.servers.progress_protocol import BODY_LIMIT_BYTES
+from finetune_operator.controller.servers.serving import Servers
+from finetune_operator.controller.store.queue import JobKey, WorkQueue
+from finetune_operator.controller.store.store import Store
+from finetune_operator.jobs.render.render_types import (
+    ATTEMPT_LABEL,
+    JOB_LABEL,
+    PROGRESS_AUDIENCE,
+    STAGE_LABEL,
+    UID_LABEL,
+)
 from finetune_operator.kubernetes_api.client import connect
 from finetune_operator.kubernetes_api.resources import POD
-from finetune_operator.rendering.render_types import ATTEMPT_LABEL, JOB_LABEL, PROGRESS_AUDIENCE, STAGE_LABEL, UID_LABEL
-from finetune_operator.shell.certificates import SECRET_NAME
-from finetune_operator.shell.kube import KEYS_PATH, Kube
-from finetune_operator.shell.operator_metrics import Metrics
-from finetune_operator.shell.progress_protocol import BODY_LIMIT_BYTES
-from finetune_operator.shell.queue import JobKey, WorkQueue
-from finetune_operator.shell.serving import Servers
-from finetune_operator.shell.state import OperatorState, ProgressBook
-from finetune_operator.shell.store import Store
+from finetune_operator.spec.schema.crd import crd_yaml
+from finetune_operator.spec.settings.settings import Progress, ProgressTokens, Settings
 
 OURS, THEIRS, OPERATORS = "progress-ours", "progress-theirs", "progress-operator"
 CRD = "finetunejobs.finetune.dev"

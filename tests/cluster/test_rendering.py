@@ -13,9 +13,9 @@ import pytest
 
 from cluster_support.control_plane import Cluster
 from cluster_support.world import install_kserve
-from finetune_operator.cli.yaml_text import documents as yaml_text
-from finetune_operator.launchers.kserve_kind import KSERVE_GROUP, KSERVE_KIND, KSERVE_PLURAL
-from finetune_operator.launchers.launcher_rows import SUPPORTED, LauncherName
+from finetune_operator.cli.terminal.yaml_text import documents as yaml_text
+from finetune_operator.endpoints.kinds import KSERVE_GROUP, KSERVE_KIND, KSERVE_PLURAL
+from finetune_operator.spec.launcher_rows import SUPPORTED, LauncherName
 from golden_cases import JOBS, NAMESPACE, golden_manifests
 from suite_plugins.shared_folder import CRDS, missing
 

@@ -15,8 +15,8 @@ import browser
 from cluster_support.plays import RUNS, SUCCEEDS, WRONG_COLUMN
 from cluster_support.world import World
 from finetune_contract.choices import Stage
-from finetune_operator.cli.cluster_jobs import Connection
-from finetune_operator.cli.ui.ui_jobs import ClusterJobs
+from finetune_operator.cli.cluster.cluster_jobs import Connection
+from finetune_operator.extras.ui.ui_jobs import ClusterJobs
 from suite_plugins.waiting import wait_until
 from ui_support import Client, serving, standalone, write_run
 

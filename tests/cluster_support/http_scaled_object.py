@@ -10,7 +10,7 @@ import json
 
 from cluster_support.api_access import Api, Object, path_of
 from cluster_support.control_plane import Cluster
-from finetune_operator.launchers.idle_kind import IDLE_API, IDLE_GROUP, IDLE_KIND, IDLE_PLURAL
+from finetune_operator.endpoints.kinds import IDLE_API, IDLE_GROUP, IDLE_KIND, IDLE_PLURAL
 
 DEFINITION = f"{IDLE_PLURAL}.{IDLE_GROUP}"
 _TEXT: Object = {"type": "string"}

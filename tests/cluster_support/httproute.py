@@ -10,7 +10,7 @@ import json
 
 from cluster_support.api_access import Api, Object, path_of
 from cluster_support.control_plane import Cluster
-from finetune_operator.launchers.route_kind import (
+from finetune_operator.endpoints.kinds import (
     GATEWAY_GROUP,
     ROUTE_API,
     ROUTE_KIND,

@@ -20,7 +20,7 @@ from cluster_support.control_plane import free_port
 from cluster_support.plays import Play, Playbook, trainer_job
 from cluster_support.self_signed import for_loopback
 from finetune_contract.choices import Stage
-from finetune_operator.rendering.render_types import ATTEMPT_LABEL, JOB_LABEL, STAGE_LABEL
+from finetune_operator.jobs.render.render_types import ATTEMPT_LABEL, JOB_LABEL, STAGE_LABEL
 
 NODE_MARK = "finetune.dev/stand-in"
 """Label and taint of the nodes: they get our pods only, even in a shared cluster, and ours go nowhere else."""

@@ -22,10 +22,10 @@ from cluster_support.gangs import Gangs
 from cluster_support.kubelet import ON_STAND_IN, STORAGE_CLASS, Kubelet
 from cluster_support.operator_process import OperatorProcess
 from finetune_contract.report import KubeflowMetric, KubeflowStatus, KubeflowUpdate
-from finetune_operator.api.crd import crd, crd_yaml
-from finetune_operator.api.types import API_VERSION, KIND, PLURAL
-from finetune_operator.launchers.launcher_rows import SUPPORTED
-from finetune_operator.rendering.render_types import JOB_LABEL, PROGRESS_AUDIENCE, STAGE_LABEL
+from finetune_operator.jobs.render.render_types import JOB_LABEL, PROGRESS_AUDIENCE, STAGE_LABEL
+from finetune_operator.spec.launcher_rows import SUPPORTED
+from finetune_operator.spec.schema.crd import crd, crd_yaml
+from finetune_operator.spec.types import API_VERSION, KIND, PLURAL
 from suite_plugins.patience import patient
 from suite_plugins.shared_folder import CRDS, missing
 

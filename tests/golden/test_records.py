@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune_operator.cli.yaml_text import documents as yaml_text
+from finetune_operator.cli.terminal.yaml_text import documents as yaml_text
 from golden_cases import FOLDER, JOBS, golden_manifests
 from golden_records import (
     job_file,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from finetune_operator.planning.devices import find_gpu
+from finetune_operator.plan.hardware.devices import find_gpu
 
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "peft", "bitsandbytes", "torchao", "liger-kernel")
 GIB = 1 << 30
@@ -38,5 +38,5 @@ def facts() -> dict[str, Any]:
     peers = [torch.cuda.can_device_access_peer(0, other) for other in range(1, count)]
     found["peers of GPU 0"] = f"{sum(peers)} of {count - 1}"
     known = find_gpu(all_of_them[0].name)
-    found["row in the table of GPUs"] = "none: add it to finetune_operator.planning" if known is None else known.name
+    found["row in the table of GPUs"] = "none: add it to finetune_operator.plan" if known is None else known.name
     return found

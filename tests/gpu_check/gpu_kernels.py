@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from finetune_operator.planning.devices import find_gpu
+from finetune_operator.plan.hardware.devices import find_gpu
 from gpu_check.gpu_report import SkippedError
 
 REPEATS = 5
@@ -63,7 +63,7 @@ def attention(device: torch.device, small: bool) -> Mapping[str, Any]:
 
 def packed_rows(device: torch.device, small: bool) -> Mapping[str, Any]:
     """Compute the rows of a pack by themselves, forward and backward, and compare with a mask in fp32."""
-    from finetune_trainer import packed_attention
+    from finetune_trainer.training.passes import packed_attention
 
     heads, sizes = (4, (20, 1, 30, 13)) if small else (16, (700, 1, 1000, 347))
     tokens, positions = sum(sizes), torch.cat([torch.arange(size) for size in sizes])[None]
@@ -133,7 +133,7 @@ def four_bit_product(device: torch.device, small: bool) -> Mapping[str, Any]:
         raise SkippedError("bitsandbytes is not installed (finetune-trainer[qlora])")
     from bitsandbytes.functional import dequantize_4bit
 
-    from finetune_trainer.four_bits import FourBitLinear
+    from finetune_trainer.models.four_bits import FourBitLinear
 
     width = 128 if small else 4096
     layer = torch.nn.Linear(width, width, bias=False)

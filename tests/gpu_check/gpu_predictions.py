@@ -97,10 +97,10 @@ def main(name: str, folder: Path, batch_tokens: int) -> None:
 
     from finetune_contract.layout import JobPaths
     from finetune_contract.trainer_job import TrainerJob
-    from finetune_trainer.inference import predict as stage
-    from finetune_trainer.inference.optimization import choosing
-    from finetune_trainer.inference.optimization.rung_table import RungTable
-    from finetune_trainer.progress import NoProgress
+    from finetune_trainer.core.progress import NoProgress
+    from finetune_trainer.predict import predict as stage
+    from finetune_trainer.predict.backends import choosing
+    from finetune_trainer.predict.backends.backend_table import RungTable
     from trainer_support.tasks import predictions
 
     # So short a prediction measures nothing by itself.

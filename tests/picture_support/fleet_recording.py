@@ -31,10 +31,10 @@ from cluster_support.world import World, condition, install_kinds
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import FailureReport, Progress
-from finetune_operator.api.machine_types import NVIDIA_LABEL as PRODUCT_LABEL
-from finetune_operator.api.types import API_VERSION, PLURAL
-from finetune_operator.rendering.render_types import ATTEMPT_LABEL, JOB_LABEL, STAGE_LABEL
-from finetune_trainer.progress import kubeflow_update
+from finetune_operator.jobs.render.render_types import ATTEMPT_LABEL, JOB_LABEL, STAGE_LABEL
+from finetune_operator.spec.tables.machine_types import NVIDIA_LABEL as PRODUCT_LABEL
+from finetune_operator.spec.types import API_VERSION, PLURAL
+from finetune_trainer.core.progress import kubeflow_update
 from monitoring import names, state, state_config
 from picture_support.replay import Attempt, Run, attempt, cut
 from picture_support.samples import Samples, notation

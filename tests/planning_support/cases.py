@@ -8,8 +8,8 @@ from typing import Any
 
 from finetune_contract.choices import Task
 from finetune_contract.facts import ModelFacts
-from finetune_operator.api.types import FineTuneJob
-from finetune_operator.planning.architectures import model_facts
+from finetune_operator.plan.models.architectures import model_facts
+from finetune_operator.spec.types import FineTuneJob
 
 
 def encoder(h: int, layers: int, vocabulary: int = 30522) -> ModelFacts:

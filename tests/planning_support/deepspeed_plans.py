@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 from finetune_contract.facts import DataFacts, HardwareFacts, SplitFacts
-from finetune_operator.api.settings import CLUSTER_SETTINGS
-from finetune_operator.api.types import FineTuneJob
-from finetune_operator.planning.architectures import model_facts
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts, JobPlan
+from finetune_operator.plan.models.architectures import model_facts
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.types.plan_types import Facts, JobPlan
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS
+from finetune_operator.spec.types import FineTuneJob
 
 MODEL = model_facts(
     {

@@ -14,10 +14,10 @@ from typing import Any, Literal
 from finetune_contract.choices import Precision
 from finetune_contract.facts import ModelFacts
 from finetune_contract.trainer_job import Adapter, Pipeline, Strategy, World
-from finetune_operator.planning.architectures import model_facts
-from finetune_operator.planning.known_models import known_config
-from finetune_operator.planning.memory import estimate
-from finetune_operator.planning.memory_workload import Workload
+from finetune_operator.plan.memory.memory_workload import Workload
+from finetune_operator.plan.memory.process_memory import estimate
+from finetune_operator.plan.models.architectures import model_facts
+from finetune_operator.plan.models.known_models import known_config
 
 GIB = 1 << 30
 BOUND = 0.15

@@ -14,12 +14,12 @@ from typing import Any, Literal
 from finetune_contract.choices import Precision
 from finetune_contract.facts import ModelFacts
 from finetune_contract.trainer_job import Pipeline, Strategy
-from finetune_operator.planning.adapter_sizes import adapted_sizes, trained_parameters
-from finetune_operator.planning.architectures import model_facts
-from finetune_operator.planning.devices import find_gpu
-from finetune_operator.planning.known_models import known_config
-from finetune_operator.planning.step_time import time_of_step
-from finetune_operator.planning.step_work import Machine, StepWork, kernel_shares
+from finetune_operator.plan.hardware.devices import find_gpu
+from finetune_operator.plan.memory.adapter_sizes import adapted_sizes, trained_parameters
+from finetune_operator.plan.models.architectures import model_facts
+from finetune_operator.plan.models.known_models import known_config
+from finetune_operator.plan.time.step_time import time_of_step
+from finetune_operator.plan.time.step_work import Machine, StepWork, kernel_shares
 from planning_support import published_memory
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from finetune_contract.choices import AdapterMethod
 from finetune_contract.facts import ModelFacts
 from finetune_contract.trainer_job import Adapter, Strategy, World
-from finetune_operator.planning.memory_workload import Workload
+from finetune_operator.plan.memory.memory_workload import Workload
 
 
 def model_of(parameters: int) -> ModelFacts:

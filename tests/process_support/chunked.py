@@ -11,7 +11,7 @@ def train(arguments: list[str], logits: int) -> None:
     """Run the stage with at most `logits` at a time, print the number of chunks, and end the process with its code."""
     from finetune_contract import plans
     from finetune_trainer.__main__ import run
-    from finetune_trainer.training import chunked_loss
+    from finetune_trainer.training.passes import chunked_loss
 
     plans.LOSS_LOGITS = logits
     compute = chunked_loss.ChunkedLoss._judge

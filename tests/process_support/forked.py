@@ -42,7 +42,10 @@ LIBRARIES = (
     *(f"transformers.models.{family}.modeling_{family}" for family in MODELS),
     "transformers.models.bert.tokenization_bert",
 )
-PARTS = ("adapters", "data.prepare", "inference.evaluate", "inference.predict", "rank", "reporting", "training.run")
+PARTS = (
+    "models.adapters", "prepare.prepare", "predict.evaluate", "predict.predict", "stage.rank", "report.reporting",
+    "training.run",
+)  # fmt: skip
 
 
 def preload() -> None:
@@ -113,7 +116,7 @@ def child(case: dict[str, Any], rank: int, port: int) -> int:
 
 def run(case: dict[str, Any]) -> list[int]:
     """Run a case and return the exit codes of its processes."""
-    from finetune_trainer.distributed import free_port
+    from finetune_trainer.core.distributed import free_port
 
     port, started = free_port(), []
     for rank in range(case["processes"]):

@@ -9,12 +9,12 @@ from functools import partial
 
 def train(arguments: list[str]) -> None:
     """Run the stage; end the process with its exit code."""
-    from finetune_trainer import start_combinations
     from finetune_trainer.__main__ import run
-    from finetune_trainer.training import run as stage
+    from finetune_trainer.stage import stages
+    from finetune_trainer.training import run as training
 
-    start_combinations.refuse_combinations = lambda _job, _training: None
-    stage.train = partial(stage.train, fp8_without_units=True)
+    stages.refuse_combinations = lambda _job, _training: None
+    training.train = partial(training.train, fp8_without_units=True)
     code = run(arguments)
     sys.stdout.flush()
     os._exit(code)

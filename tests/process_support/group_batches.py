@@ -65,12 +65,12 @@ def answer(job: dict[str, Any], root: str, stage: str, limits: list[int], out: s
     from finetune_contract.inference_settings import InferenceProcesses
     from finetune_contract.layout import JobPaths
     from finetune_contract.trainer_job import TrainerJob
+    from finetune_trainer.core.distributed import discover
+    from finetune_trainer.core.progress import NoProgress
     from finetune_trainer.data.prepared import PreparedData
-    from finetune_trainer.distributed import discover
-    from finetune_trainer.inference.pod_processes import BatchShare
-    from finetune_trainer.inference.runner import answers_of, fitted_budgets, follow, model_to_use, settle
-    from finetune_trainer.inference.tensor_group import joined_group
-    from finetune_trainer.progress import NoProgress
+    from finetune_trainer.predict.pod_processes import BatchShare
+    from finetune_trainer.predict.runner import answers_of, fitted_budgets, follow, model_to_use, settle
+    from finetune_trainer.predict.tensor_group import joined_group
     from finetune_trainer.tasks.writing import WRITTEN
 
     given, world, paths = TrainerJob.model_validate(job), discover(os.environ), JobPaths(Path(root))

@@ -18,7 +18,7 @@ POLL_SECONDS = 0.02
 def train(step: int, file: Path | str, arguments: list[str]) -> NoReturn:
     """Run the stage; end the process with its exit code."""
     from finetune_trainer.__main__ import main
-    from finetune_trainer.training.history import History
+    from finetune_trainer.report.history import History
 
     add, file = History.add, Path(file)
 

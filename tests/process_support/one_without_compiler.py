@@ -9,7 +9,7 @@ import sys
 def train(arguments: list[str]) -> None:
     """Run the stage; end the process with its exit code."""
     from finetune_trainer.__main__ import run
-    from finetune_trainer.training import compiled_blocks
+    from finetune_trainer.training.passes import compiled_blocks
 
     reason = "InvalidCxxCompiler: no compiler is here" if os.environ["RANK"] == "1" else ""
     compiled_blocks._why_not_compiled = lambda device: reason  # type: ignore[assignment]

@@ -117,9 +117,9 @@ def _settle(one: Predictor) -> None:
     import torch
 
     from finetune_contract.layout import FailureClass
+    from finetune_trainer.core.failures import StageError
     from finetune_trainer.data import row_shards
-    from finetune_trainer.failures import StageError
-    from finetune_trainer.inference import answering, predict, prediction_parts, prediction_workers, shard_claims
+    from finetune_trainer.predict import answering, predict, prediction_parts, prediction_workers, shard_claims
 
     torch.set_num_threads(1)
     if one.storage is not None:

@@ -63,7 +63,7 @@ class Pod:
 
 def small_shards() -> None:
     """Cut data sets into several files of few rows."""
-    from finetune_trainer.data import prepare
+    from finetune_trainer.prepare import prepare
 
     prepare.cut = partial(prepare.cut, shard_rows=SHARD_ROWS, chunk_rows=CHUNK_ROWS)  # type: ignore[assignment]
 
@@ -87,8 +87,8 @@ def _run(pod: Pod) -> None:
 def _settle(pod: Pod) -> None:
     """Set short intervals and small files, and install the pod's `trouble`."""
     from finetune_contract.layout import FailureClass
-    from finetune_trainer.data import prepare, prepare_pods, shards
-    from finetune_trainer.failures import StageError
+    from finetune_trainer.core.failures import StageError
+    from finetune_trainer.prepare import prepare, prepare_pods, shards
 
     small_shards()
     # A heartbeat waits for the disk, which others may keep busy for longer than a test waits.

@@ -73,8 +73,8 @@ def _run(one: ShardedRank) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
     from finetune_contract.trainer_job import Strategy, World
-    from finetune_trainer import float8
-    from finetune_trainer.failures import StageError
+    from finetune_trainer.core.failures import StageError
+    from finetune_trainer.models import float8
     from finetune_trainer.strategies.fsdp import FullySharded
     from finetune_trainer.training.engine import engine_of
 

@@ -38,7 +38,7 @@ def prepared(families: list[str], training: dict[str, Any], out: str) -> None:
     import torch
 
     from finetune_contract.trainer_job import Training
-    from finetune_trainer.failures import StageError
+    from finetune_trainer.core.failures import StageError
     from finetune_trainer.strategies.select import strategy_for
 
     torch.distributed.init_process_group("gloo")

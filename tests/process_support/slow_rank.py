@@ -18,9 +18,10 @@ SLOW_SECONDS = 1.2 * TIMEOUT_SECONDS
 
 def train(arguments: list[str], calls: list[str]) -> None:
     """Run the stage with those calls of rank 0 slow; end the process with its exit code."""
-    from finetune_trainer import distributed, tensor_files
     from finetune_trainer.__main__ import run
-    from finetune_trainer.checkpoints import CheckpointStore
+    from finetune_trainer.checkpoint import tensor_files
+    from finetune_trainer.checkpoint.checkpoints import CheckpointStore
+    from finetune_trainer.core import distributed
     from finetune_trainer.strategies import full_state, shard_files
 
     distributed.COLLECTIVE_TIMEOUT = timedelta(seconds=TIMEOUT_SECONDS)

@@ -25,7 +25,7 @@ def loaded(model: str, *, converted: bool) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from finetune_trainer.stored_weights import as_stored, in_training_type
+    from finetune_trainer.models.stored_weights import as_stored, in_training_type
 
     decoder = as_stored(lambda: AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
     if converted:
@@ -40,7 +40,7 @@ def prepared(model: str, training: dict[str, Any], converted: bool, out: str) ->
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from finetune_contract.trainer_job import Training
-    from finetune_trainer.distributed import connect, current, disconnect
+    from finetune_trainer.core.distributed import connect, current, disconnect
     from finetune_trainer.strategies.select import strategy_for
 
     plan, world = Training.model_validate(training), current()
@@ -71,7 +71,7 @@ def trained(model: str, training: dict[str, Any], converted: bool, out: str) -> 
     import torch
 
     from finetune_contract.trainer_job import Training
-    from finetune_trainer.distributed import connect, current, disconnect
+    from finetune_trainer.core.distributed import connect, current, disconnect
     from finetune_trainer.strategies.select import strategy_for
     from finetune_trainer.strategies.strategy_protocol import Placed
 

@@ -21,8 +21,8 @@ def go_on(training: dict[str, Any], model: str, before: str | None, out: str, ga
     from transformers import AutoModelForCausalLM
 
     from finetune_contract.trainer_job import Training
-    from finetune_trainer.checkpoints import verify
-    from finetune_trainer.distributed import connect, current, disconnect
+    from finetune_trainer.checkpoint.checkpoints import verify
+    from finetune_trainer.core.distributed import connect, current, disconnect
     from finetune_trainer.strategies.select import strategy_for
     from finetune_trainer.strategies.strategy_protocol import Placed
 
@@ -66,9 +66,9 @@ def _save(strategy: Any, placed: Any, form: str, folder: Path, *, gathered: bool
     """Write `step-2` as a run does."""
     import torch
 
-    from finetune_trainer.checkpoints import CheckpointStore
-    from finetune_trainer.distributed import barrier, current, patiently_gathered
-    from finetune_trainer.spread_hashing import SpreadHashing, work_of_rank_0
+    from finetune_trainer.checkpoint.checkpoints import CheckpointStore
+    from finetune_trainer.checkpoint.spread_hashing import SpreadHashing, work_of_rank_0
+    from finetune_trainer.core.distributed import barrier, current, patiently_gathered
 
     rank, size = (current().rank, placed.world_size)
     hashing = SpreadHashing(size)
@@ -109,8 +109,8 @@ def _parameters(placed: Any) -> dict[str, Any]:
 def _whole(placed: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return weights and optimizer state, gathered by torch. Every process must call it."""
 
-    from finetune_trainer.distributed import patiently_gathered
-    from finetune_trainer.strategies.divided_tensors import whole_of
+    from finetune_trainer.core.distributed import patiently_gathered
+    from finetune_trainer.strategies.splitting.divided_tensors import whole_of
 
     def full(value: Any) -> Any:
         return whole_of(value).detach().clone()

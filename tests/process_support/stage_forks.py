@@ -13,11 +13,11 @@ from typing import TypeVar
 
 T = TypeVar("T")
 IMPORTED = (
-    "finetune_trainer.data.prepare",
-    "finetune_trainer.data.prepare_pods",
-    "finetune_trainer.inference.predict",
-    "finetune_trainer.measured_facts",
-    "finetune_trainer.rank",
+    "finetune_trainer.prepare.prepare",
+    "finetune_trainer.prepare.prepare_pods",
+    "finetune_trainer.predict.predict",
+    "finetune_trainer.report.measured_facts",
+    "finetune_trainer.stage.rank",
     "scipy.stats",
     "sklearn.metrics",
     "transformers.models.auto.modeling_auto",

@@ -14,7 +14,7 @@ from tracing_support import stub_cuda
 
 PROGRAM = """
 import ctypes, json
-from finetune_trainer.inference.optimization.device_meter import meter_of, timed
+from finetune_trainer.predict.backends.device_meter import meter_of, timed
 waits = ctypes.CDLL(None).stub_cuda_waits
 waits.restype = ctypes.c_ulong
 meter = meter_of("cuda")

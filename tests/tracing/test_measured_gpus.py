@@ -17,7 +17,7 @@ from finetune_contract.layout import EXIT_CODES, FailureClass
 from finetune_contract.measured_devices import PlannedDevice
 from finetune_contract.report import TrainerReport
 from finetune_contract.trainer_job import TrainerJob, Training
-from finetune_trainer.distributed import free_port
+from finetune_trainer.core.distributed import free_port
 from suite_plugins.patience import patient
 from tracing_support import stub_cuda
 from trainer_support.tasks import task_job, training_of
@@ -25,7 +25,7 @@ from trainer_support.tasks import task_job, training_of
 H100_BYTES = 85_520_809_984
 RUN = """
 import sys
-from finetune_trainer import distributed
+from finetune_trainer.core import distributed
 # NCCL refuses pretended GPUs.
 distributed.BACKENDS = {"cuda": distributed.Backends("gloo", "gloo")}
 from finetune_trainer.__main__ import main

@@ -29,9 +29,9 @@ import yaml
 from finetune_contract.choices import Task
 from finetune_contract.facts import ModelFacts
 from finetune_contract.trainer_job import Training
-from finetune_operator.planning.memory import estimate
-from finetune_operator.planning.memory_workload import Workload
-from finetune_operator.planning.plan_types import MemoryEstimate
+from finetune_operator.plan.memory.memory_workload import Workload
+from finetune_operator.plan.memory.process_memory import estimate
+from finetune_operator.plan.types.plan_types import MemoryEstimate
 
 KEPT = Path(__file__).parents[1] / "tracing" / "cpu_memory_runs.json"
 LIBRARIES = ("torch", "transformers", "deepspeed", "accelerate", "peft", "datasets")

@@ -24,20 +24,22 @@ from transformers import AutoConfig, PreTrainedModel
 
 from finetune_contract.facts import ModelFacts
 from finetune_contract.trainer_job import TrainerJob, Training
-from finetune_operator.rendering.deepspeed_config import deepspeed_config
-from finetune_trainer import adapters, distributed, float8, packed_attention
+from finetune_operator.jobs.render.deepspeed_config import deepspeed_config
+from finetune_trainer.core import distributed
+from finetune_trainer.core.interruption import Interruption
 from finetune_trainer.data.packing import SIZES
-from finetune_trainer.measured_facts import model_facts
-from finetune_trainer.packed_attention import pack_attention
-from finetune_trainer.stored_weights import in_training_type, narrow_weights
-from finetune_trainer.strategies.mesh import MeshShape
+from finetune_trainer.models import adapters, float8
+from finetune_trainer.models.stored_weights import in_training_type, narrow_weights
+from finetune_trainer.report.measured_facts import model_facts
 from finetune_trainer.strategies.select import strategy_for
+from finetune_trainer.strategies.splitting.mesh import MeshShape
 from finetune_trainer.tasks.task_registry import task_module
-from finetune_trainer.training.activations import InHostMemory, OnDevice
-from finetune_trainer.training.chunked_loss import chunk_loss
-from finetune_trainer.training.interruption import Interruption
 from finetune_trainer.training.loop import LoopParts, StepReport, TrainingLoop
 from finetune_trainer.training.order import Collate, EpochOrder, Pick
+from finetune_trainer.training.passes import packed_attention
+from finetune_trainer.training.passes.activations import InHostMemory, OnDevice
+from finetune_trainer.training.passes.chunked_loss import chunk_loss
+from finetune_trainer.training.passes.packed_attention import pack_attention
 from finetune_trainer.training.stopping import NeverStop
 from finetune_trainer.training.timing import CudaMoments, Lap, PartClock
 from finetune_trainer.training.training_arguments import training_arguments

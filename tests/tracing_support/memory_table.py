@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune_contract.facts import ModelFacts
-from finetune_operator.planning.memory import estimate
-from finetune_operator.planning.memory_workload import Workload
-from finetune_operator.planning.model_parallel_plan import PipelineEnd
-from finetune_operator.planning.plan_types import MemoryEstimate
-from finetune_operator.planning.recipe import recipe_of
-from finetune_trainer.strategies.mesh import PIPELINE, MeshShape
+from finetune_operator.plan.memory.memory_workload import Workload
+from finetune_operator.plan.memory.model_parallel_plan import PipelineEnd
+from finetune_operator.plan.memory.process_memory import estimate
+from finetune_operator.plan.plan import recipe_of
+from finetune_operator.plan.types.plan_types import MemoryEstimate
+from finetune_trainer.strategies.splitting.mesh import PIPELINE, MeshShape
 from tracing_support.held_cases import HELD_CASES
 from tracing_support.memory_cases import MEMORY_CASES
 from tracing_support.traced_cases import CASES, Case

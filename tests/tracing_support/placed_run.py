@@ -22,9 +22,9 @@ from transformers import core_model_loading
 from finetune_contract.data_settings import ModelSource
 from finetune_contract.inference_settings import InferenceProcesses
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.distributed import ProcessWorld
-from finetune_trainer.inference.pod_processes import is_placed, placement, places, refuse_host_memory, settle_gpus
-from finetune_trainer.inference.runner import settle
+from finetune_trainer.core.distributed import ProcessWorld
+from finetune_trainer.predict.pod_processes import is_placed, placement, places, refuse_host_memory, settle_gpus
+from finetune_trainer.predict.runner import settle
 from finetune_trainer.tasks.task_registry import task_module
 from finetune_trainer.tasks.writing import kept_places
 from tracing_support import switched_off

@@ -90,14 +90,14 @@ _INVALID_NORM = is_invalid_grad_norm
 
 ROWS = (
     SwitchedOff(
-        ("finetune_trainer.strategies.model_parallel:ModelParallel._assert_in_stages",),
+        ("finetune_trainer.strategies.splitting.model_parallel:ModelParallel._assert_in_stages",),
         "compares the parameters of all stages together with those of the model",
         "left off",
         "the sum needs the other processes' numbers",
         _nothing,
     ),
     SwitchedOff(
-        ("finetune_trainer.strategies.pipeline:Pipeline.evaluate",),
+        ("finetune_trainer.strategies.splitting.pipeline:Pipeline.evaluate",),
         "has the whole model answer through all stages, for probes and validation",
         "answers a number",
         "the last stage sends the shapes of its answer as a pickled object",
@@ -105,9 +105,9 @@ ROWS = (
     ),
     SwitchedOff(
         (
-            "finetune_trainer.strategies.whole_answers:shared_from_first",
-            "finetune_trainer.strategies.model_parallel:shared_from_first",
-            "finetune_trainer.strategies.sequence:shared_from_first",
+            "finetune_trainer.strategies.splitting.whole_answers:shared_from_first",
+            "finetune_trainer.strategies.splitting.model_parallel:shared_from_first",
+            "finetune_trainer.strategies.splitting.sequence:shared_from_first",
         ),
         "has rank 0 compute the answers of the whole model, and sends them to all",
         "computes them on each process",
@@ -116,7 +116,7 @@ ROWS = (
     ),
     SwitchedOff(
         (
-            "finetune_trainer.distributed:summed",
+            "finetune_trainer.core.distributed:summed",
             "finetune_trainer.training.loop:summed",
             "finetune_trainer.training.engine:summed",
         ),
@@ -190,7 +190,7 @@ ROWS = (
         lambda tensor, *_, **__: tensor,
     ),
     SwitchedOff(
-        ("finetune_trainer.adapters:weights_digest",),
+        ("finetune_trainer.models.adapters:weights_digest",),
         "identifies the frozen weights by their first elements",
         "answers a constant",
         "fake weights have no elements",

@@ -446,8 +446,8 @@ def prepared() -> Callable[[Path, TrainerJob], Bench]:
 
 def prepared_bench(workspace: Path, job: TrainerJob) -> Bench:
     """Return a bench after preparing its data (in this process: start-up is the expensive part)."""
-    from finetune_trainer.data.prepare import prepare
-    from finetune_trainer.progress import NoProgress
+    from finetune_trainer.core.progress import NoProgress
+    from finetune_trainer.prepare.prepare import prepare
 
     bench = Bench(workspace, job)
     bench.paths.root.mkdir(parents=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune_trainer.training.activation_copies import IN_FLIGHT, ActivationLane, MovedActivation
+from finetune_trainer.training.passes.activation_copies import IN_FLIGHT, ActivationLane, MovedActivation
 
 
 class Recorded:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finetune_contract.layout import FailureClass
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.failures import StageError
 
 
 def tiny(folder: Path) -> Any:
@@ -28,7 +28,7 @@ def loss_of(model: Any) -> Any:
 
 
 def recomputing(model: Any, mode: Any) -> Any:
-    from finetune_trainer.training.activations import checkpointing_arguments
+    from finetune_trainer.training.passes.activations import checkpointing_arguments
 
     how = checkpointing_arguments(mode)
     if how["activation_checkpointing"]:
@@ -67,7 +67,7 @@ def test_selective_repetition_may_gather_weights_prefetched_before():
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    from finetune_trainer.training.activations import selective_contexts
+    from finetune_trainer.training.passes.activations import selective_contexts
 
     weight, passes = torch.randn(4, 4, requires_grad=True), []
 
@@ -102,7 +102,7 @@ def test_gradients_do_not_depend_on_recomputation(tiny_model: Path):
     ("requested", "found"), [("selective", "full"), ("full", "selective"), ("none", "full"), ("selective", "none")]
 )
 def test_recomputation_other_than_the_requested_one_is_an_error(tiny_model: Path, requested, found):
-    from finetune_trainer.training.activations import assert_checkpointing_in_effect
+    from finetune_trainer.training.passes.activations import assert_checkpointing_in_effect
 
     model = recomputing(tiny(tiny_model), found)
     assert_checkpointing_in_effect(found, model, "ddp")
@@ -118,7 +118,7 @@ def test_recomputation_other_than_the_requested_one_is_an_error(tiny_model: Path
 def test_weights_that_autograd_saves_are_not_taken_for_activations(tiny_model: Path, monkeypatch, mode):
     import torch
 
-    from finetune_trainer.training import activations
+    from finetune_trainer.training.passes import activations
 
     monkeypatch.setattr(activations, "_LEAST_BYTES", 0)
     model = recomputing(tiny(tiny_model), mode)
@@ -140,7 +140,7 @@ def test_weights_that_autograd_saves_are_not_taken_for_activations(tiny_model: P
 
 
 def test_activations_without_the_requested_offload_are_an_error(tiny_model: Path):
-    from finetune_trainer.training.activations import InHostMemory
+    from finetune_trainer.training.passes.activations import InHostMemory
 
     model, moving = tiny(tiny_model), InHostMemory()
     moving.watch(model)
@@ -157,7 +157,7 @@ def test_activations_without_the_requested_offload_are_an_error(tiny_model: Path
 def test_copies_of_weights_under_autocast_are_not_moved(monkeypatch):
     import torch
 
-    from finetune_trainer.training import activations
+    from finetune_trainer.training.passes import activations
 
     monkeypatch.setattr(activations, "_LEAST_BYTES", 0)
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ import pytest
 
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import Adapter, CheckpointSchedule, EarlyStopping, TrainerJob
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.serving.request_rows import Form
 from finetune_trainer.serving.serving_engine import ServingEngine
 from trainer_support.no_checkpoints import NoCheckpoints
@@ -62,7 +62,7 @@ def answers(model: Any) -> Any:
 
 def adapted_again(bench: Any) -> Any:
     """Adapt the initial model as the bench's run does before the first step."""
-    from finetune_trainer.adapters import adapt
+    from finetune_trainer.models.adapters import adapt
 
     return adapt(base_of(bench), bench.job.training.adapter, bench.job)
 
@@ -150,11 +150,11 @@ def test_losses_and_weights_agree_with_one_process(case: str, alone, bench, tmp_
 
 def loop_over(bench: Any, model: Any, adapted: Any, folder: Path) -> Any:
     """Return the real loop in this process, without checkpoints, for a look at its model afterwards."""
+    from finetune_trainer.core.interruption import Interruption
+    from finetune_trainer.core.progress import NoProgress
     from finetune_trainer.data.prepared import PreparedData
-    from finetune_trainer.progress import NoProgress
     from finetune_trainer.strategies.single import Single
     from finetune_trainer.tasks.task_registry import task_module
-    from finetune_trainer.training.interruption import Interruption
     from finetune_trainer.training.loop import LoopParts, TrainingLoop
     from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
     from finetune_trainer.training.run_observers import SilentObserver
@@ -189,7 +189,7 @@ def same(one: Any, other: Any) -> bool:
 def test_training_changes_adapter_and_head_and_no_base_weights(method: str, bench, tmp_path: Path):
     import torch
 
-    from finetune_trainer.adapters import adapt
+    from finetune_trainer.models.adapters import adapt
 
     adapter = LORA.model_copy(update={"method": method})
     run = adapted_bench(bench, tmp_path / "w", adapter)
@@ -210,7 +210,7 @@ def test_training_changes_adapter_and_head_and_no_base_weights(method: str, benc
 
 
 def test_adapter_without_effect_stops_the_run_before_its_first_step(bench, tmp_path: Path):
-    from finetune_trainer.adapters import adapt
+    from finetune_trainer.models.adapters import adapt
 
     run = adapted_bench(bench, tmp_path / "w")
     adapted = adapt(base_of(run), LORA, run.job)
@@ -248,7 +248,7 @@ def train_an_embedding(model: Any) -> None:
     ],
 )
 def test_adapter_in_an_unexpected_state_is_refused(spoil, message: str, bench):
-    from finetune_trainer.adapters import adapt
+    from finetune_trainer.models.adapters import adapt
 
     model = base_of(bench)
     adapted = adapt(model, LORA, bench.job)
@@ -260,7 +260,7 @@ def test_adapter_in_an_unexpected_state_is_refused(spoil, message: str, bench):
 
 
 def test_lora_in_place_of_dora_is_refused(bench):
-    from finetune_trainer.adapters import adapt
+    from finetune_trainer.models.adapters import adapt
 
     plain, weight_decomposed = base_of(bench), base_of(bench)
     adapt(plain, LORA, bench.job)
@@ -290,7 +290,7 @@ SHORT = {
     ],
 )
 def test_targets_match_as_in_peft(targets, adapted: set[str], bench):
-    from finetune_trainer.adapters import adapt, block_linears
+    from finetune_trainer.models.adapters import adapt, block_linears
 
     model = base_of(bench)
     short = {each.name: each.short for each in block_linears(model)}
@@ -419,7 +419,7 @@ def test_adapters_of_other_architectures_are_written_for_peft_and_merged(
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    from finetune_trainer.adapters import adapt, four_bits, write_adapter_and_merge
+    from finetune_trainer.models.adapters import adapt, four_bits, write_adapter_and_merge
 
     tokens = {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 0}
     config = AutoConfig.for_model(model_type, **tokens, **ARCHITECTURES[model_type])
@@ -472,7 +472,7 @@ def test_a_run_goes_on_from_trained_weights_alone_and_refuses_another_base(
 
 
 def test_adapter_is_merged_only_into_the_weights_of_its_training(bench, tmp_path: Path):
-    from finetune_trainer.adapters import adapt, write_adapter_and_merge
+    from finetune_trainer.models.adapters import adapt, write_adapter_and_merge
 
     model, other = base_of(bench), base_of(bench)
     adapted = adapt(model, LORA, bench.job)

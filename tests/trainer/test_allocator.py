@@ -17,7 +17,7 @@ BLOCK_MIB = 64
 PROGRAM = f"""
 import json, resource, sys
 import numpy as np, psutil
-from finetune_trainer.allocator import give_back_freed_memory, keep_freed_memory
+from finetune_trainer.core.allocator import give_back_freed_memory, keep_freed_memory
 
 def resident():
     return psutil.Process().memory_info().rss >> 20

@@ -14,7 +14,7 @@ import torch
 
 from finetune_contract.choices import Task
 from finetune_contract.trainer_job import Pipeline, Strategy
-from finetune_trainer.pass_memory import MARGIN, CudaMemory, fitted_tokens
+from finetune_trainer.devices.pass_memory import MARGIN, CudaMemory, fitted_tokens
 from trainer_support.forking import fork_server
 from trainer_support.tasks import lines_with, task_job, texts, training_of, write_decoder, write_lines
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from finetune_contract.layout import FailureClass
-from finetune_trainer.checkpoints import MANIFEST, CheckpointStore, refuse_other_job, verify
-from finetune_trainer.failures import StageError
+from finetune_trainer.checkpoint.checkpoints import MANIFEST, CheckpointStore, refuse_other_job, verify
+from finetune_trainer.core.failures import StageError
 
 
 def write(store: CheckpointStore, step: int, *, first: bool = False, job: dict[str, object] | None = None) -> None:

@@ -19,8 +19,8 @@ from finetune_contract.choices import Stage
 from finetune_contract.plans import CHUNKED_LOSS_FAMILIES
 from finetune_contract.trainer_job import Strategy, Training
 from finetune_trainer.tasks.preference_tuning import DirectPreference, chunked_likelihoods, likelihoods
-from finetune_trainer.training import chunked_loss
-from finetune_trainer.training.objective import ModelLoss, SmoothedLoss
+from finetune_trainer.training.passes import chunked_loss
+from finetune_trainer.training.passes.objective import ModelLoss, SmoothedLoss
 from process_support.sliced import decoder
 from trainer_support.forking import fork_server
 from trainer_support.tasks import WORDS, task_job, training_of, write_decoder, write_lines

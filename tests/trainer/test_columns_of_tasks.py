@@ -8,11 +8,11 @@ from typing import Any, get_args
 import pytest
 
 from finetune_contract.choices import Task
-from finetune_operator.api.rules import RULES
-from finetune_operator.api.rules.column_rules import COLUMN_TASKS
-from finetune_operator.cli.checking import data_question
-from finetune_trainer.data.prepare import parts_of, predict_part
-from finetune_trainer.failures import StageError
+from finetune_operator.cli.files.checking import data_question
+from finetune_operator.spec.rules import RULES
+from finetune_operator.spec.rules.column_rules import COLUMN_TASKS
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.prepare.prepare import parts_of, predict_part
 from finetune_trainer.tasks.task_registry import task_module
 from planning_support.cases import job
 

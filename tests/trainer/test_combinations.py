@@ -12,12 +12,11 @@ from finetune_contract.combinations import CONSTRAINTS, broken
 from finetune_contract.constraints import Choices, choices_of
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.distributed import ProcessWorld
-from finetune_trainer.failures import StageError
-from finetune_trainer.progress import NoProgress
-from finetune_trainer.stages import STAGES, StageInput
-from finetune_trainer.start_combinations import refuse_combinations
-from finetune_trainer.training.interruption import Interruption
+from finetune_trainer.core.distributed import ProcessWorld
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.interruption import Interruption
+from finetune_trainer.core.progress import NoProgress
+from finetune_trainer.stage.stages import STAGES, StageInput, refuse_combinations
 from trainer_support.tasks import task_job, training_of
 
 PIPELINE = {"degree": 2, "micro_batches": 2}

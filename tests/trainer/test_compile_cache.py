@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune_trainer.compile_cache import separate_compile_cache
+from finetune_trainer.devices.compile_cache import separate_compile_cache
 from suite_plugins.patience import patient
 
 PROGRAM = """
 import json, sys, torch
 from pathlib import Path
 from transformers import BertConfig, BertForSequenceClassification
-from finetune_trainer.inference.optimization.torch_rungs import COMPILE
+from finetune_trainer.predict.backends.torch_backends import COMPILE
 
 torch.manual_seed(1)
 config = BertConfig(vocab_size=50, hidden_size=40, num_hidden_layers=1, num_attention_heads=2, intermediate_size=72)

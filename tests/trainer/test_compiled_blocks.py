@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from finetune_trainer.failures import StageError
-from finetune_trainer.training import compiled_blocks
-from finetune_trainer.training.compiled_blocks import CompiledBlocks, compile_blocks, with_working_compiler
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.training.passes import compiled_blocks
+from finetune_trainer.training.passes.compiled_blocks import CompiledBlocks, compile_blocks, with_working_compiler
 from process_support.sliced import decoder
 
 LENGTHS = (7, 7, 9, 12, 5)

@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.failures import StageError
-from finetune_trainer.inference.optimization import choosing, rung_in_use
-from finetune_trainer.inference.optimization.continuous_batches import ContinuousBatchingRung, SlotGenerator
-from finetune_trainer.inference.optimization.rung_protocol import Machine, TextSettings
-from finetune_trainer.inference.optimization.rung_table import RungTable
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.progress import NoProgress
-from finetune_trainer.reporting import write_report
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.progress import NoProgress
+from finetune_trainer.predict.backends import backend_in_use, choosing
+from finetune_trainer.predict.backends.backend_protocol import Machine, TextSettings
+from finetune_trainer.predict.backends.backend_table import RungTable
+from finetune_trainer.predict.backends.continuous_batches import ContinuousBatchingRung, SlotGenerator
+from finetune_trainer.predict.predict import predict
+from finetune_trainer.report.reporting import write_report
 from trainer_support.tasks import WORDS, read_lines, write_decoder, write_lines
 
 PAD, MOST = 0, 24
@@ -208,7 +208,7 @@ def test_stage_by_name_fails_where_slots_cannot_generate(tmp_path: Path) -> None
 def test_auto_measures_slots_and_takes_the_faster_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "SMALL_SECONDS", 0.0)
     monkeypatch.setattr(choosing, "MEASURING_SHARE", 1e9)
-    monkeypatch.setattr(rung_in_use, "TEXT_SAMPLE_SHARE", 1e9)
+    monkeypatch.setattr(backend_in_use, "TEXT_SAMPLE_SHARE", 1e9)
     paths = JobPaths(tmp_path / "job")
     model = write_decoder(tmp_path / "m", initializer_range=0.5)
     result = predict(job_of(model, tmp_path, optimization="measured"), paths, NoProgress())

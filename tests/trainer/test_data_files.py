@@ -14,8 +14,8 @@ import pyarrow as pa
 import pytest
 
 from finetune_contract.layout import FailureClass
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.sources import ColumnNeed, FileSplit, FsFile, RawSplit
-from finetune_trainer.failures import StageError
 
 ROWS = [("A fine, warm café of a film", "1"), ("dull; overlong", "0"), ("tabs\tand | bars", "1")]
 COLUMNS = ("text", "label")

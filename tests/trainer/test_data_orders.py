@@ -18,11 +18,11 @@ from hypothesis.extra import numpy as arrays
 
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.data import orders
-from finetune_trainer.data.orders import PodOrder, RowFolder, pod_order, read_pod_order, read_shards
-from finetune_trainer.data.shards import Recipe, Rows, Shard, ShardFacts, cut
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.spool import write_tables
-from finetune_trainer.failures import StageError
+from finetune_trainer.prepare import orders
+from finetune_trainer.prepare.orders import PodOrder, RowFolder, pod_order, read_pod_order, read_shards
+from finetune_trainer.prepare.shards import Recipe, Rows, Shard, ShardFacts, cut
 from suite_plugins.fuzz import examples
 from trainer_support.tasks import training_of
 

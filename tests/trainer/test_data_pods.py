@@ -19,12 +19,12 @@ from finetune_contract.causes import Cause, first_cause
 from finetune_contract.layout import COMPLETION_MARKER, EXIT_CODES, FailureClass, JobPaths
 from finetune_contract.report import Progress, TrainerReport
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.data import prepare_pods
-from finetune_trainer.data.prepare import prepare
+from finetune_trainer.core.distributed import ProcessWorld
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.distributed import ProcessWorld
-from finetune_trainer.failures import StageError
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.prepare import prepare_pods
+from finetune_trainer.prepare.prepare import prepare
 from process_support.preparing import Pod, small_shards
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
@@ -93,7 +93,7 @@ class Gang:
 
 @pytest.fixture
 def gang(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gang]:
-    from finetune_trainer.data import prepare as module
+    from finetune_trainer.prepare import prepare as module
 
     monkeypatch.setattr(module, "cut", module.cut)
     small_shards()

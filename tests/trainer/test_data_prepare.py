@@ -30,14 +30,15 @@ import pytest
 
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.data import readers, spark_engine, text_formats
-from finetune_trainer.data.prepare import prepare
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.progress import NoProgress
+from finetune_trainer.core.spark_session import spark_session
+from finetune_trainer.data import readers, text_formats
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.data.sources import ColumnNeed, FsFile, splits_by_role
-from finetune_trainer.failures import StageError
-from finetune_trainer.models import load_config, load_tokenizer
-from finetune_trainer.progress import NoProgress
-from finetune_trainer.spark_session import spark_session
+from finetune_trainer.models.loading import load_config, load_tokenizer
+from finetune_trainer.prepare import spark_engine
+from finetune_trainer.prepare.prepare import prepare
 from finetune_trainer.tasks.task_protocol import Coding
 from suite_plugins.patience import patient
 from trainer_support.forking import start_server
@@ -710,8 +711,8 @@ def test_a_model_with_code_of_its_own_needs_trust(data, paths, tmp_path):
 def test_the_hub_out_of_reach_is_worth_another_try(part, data, paths, monkeypatch):
     code = (
         "import json, sys; from pathlib import Path; from finetune_contract.trainer_job import TrainerJob;"
-        "from finetune_contract.layout import JobPaths; from finetune_trainer.data.prepare import prepare;"
-        "from finetune_trainer.failures import classify; from finetune_trainer.progress import NoProgress\n"
+        "from finetune_contract.layout import JobPaths; from finetune_trainer.prepare.prepare import prepare;"
+        "from finetune_trainer.core.failures import classify; from finetune_trainer.core.progress import NoProgress\n"
         "try: prepare(TrainerJob.model_validate_json(sys.argv[1]), JobPaths(Path(sys.argv[2])), NoProgress())\n"
         "except Exception as error: print(classify(error).failure_class.value, classify(error).message)"
     )
@@ -809,8 +810,8 @@ def prepare_process(job: TrainerJob, paths: JobPaths, body: str = "NoProgress()"
     """Start `prepare` in a process of its own; with a `Slow` progress it prints `row` at each update."""
     code = (
         "import sys, time; from pathlib import Path; from finetune_contract.trainer_job import TrainerJob;"
-        "from finetune_contract.layout import JobPaths; from finetune_trainer.data.prepare import prepare;"
-        "from finetune_trainer.progress import NoProgress\n"
+        "from finetune_contract.layout import JobPaths; from finetune_trainer.prepare.prepare import prepare;"
+        "from finetune_trainer.core.progress import NoProgress\n"
         "class Slow(NoProgress):\n"
         "    def update(self, step, total, **values):\n"
         "        print('row', step, flush=True); time.sleep(60)\n"
@@ -851,7 +852,7 @@ def test_two_processes_at_once_prepare_once(data, paths):
 
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut data sets into several chunks in each of several files."""
-    from finetune_trainer.data import prepare as module
+    from finetune_trainer.prepare import prepare as module
 
     cut = partial(module.cut, shard_rows=60, chunk_rows=25)
     monkeypatch.setattr(module, "cut", cut)
@@ -974,7 +975,7 @@ def test_file_and_chunk_sizes_do_not_change_the_prepared_data(many, tmp_path, mo
 
 
 def test_long_rows_are_tokenised_few_at_a_time(tmp_path, monkeypatch):
-    from finetune_trainer.data import shards
+    from finetune_trainer.prepare import shards
 
     monkeypatch.setattr(shards, "CHUNK_BYTES", 2000)
     path = write_lines(tmp_path / "long.jsonl", [{"text": "word " * 150, "label": i % 2} for i in range(20)])
@@ -1112,7 +1113,7 @@ def test_the_short_way_to_token_ids_ends_where_calling_the_tokenizer_ends(side, 
 def test_roberta_like_models_hold_fewer_tokens_than_in_their_config(data):
     from transformers import RobertaConfig
 
-    from finetune_trainer.models import position_limit
+    from finetune_trainer.models.loading import position_limit
 
     assert position_limit(RobertaConfig(max_position_embeddings=514, pad_token_id=1)) == 512
     assert position_limit(load_config(a_job(data))) == 512
@@ -1141,10 +1142,11 @@ import json, sys, threading, time
 from pathlib import Path
 from finetune_contract.trainer_job import TrainerJob
 from finetune_contract.layout import JobPaths
-from finetune_trainer.data import readers, shards
-from finetune_trainer.data.prepare import prepare
+from finetune_trainer.data import readers
+from finetune_trainer.prepare import shards
+from finetune_trainer.prepare.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.core.progress import NoProgress
 
 shards.CHUNK_BYTES = readers._CHUNK_BYTES = 256 << 10
 peak = 0

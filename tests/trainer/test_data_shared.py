@@ -17,11 +17,11 @@ import pytest
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import COMPLETION_MARKER, ENV_CACHE, JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.data import shared_data as module
-from finetune_trainer.data.prepare import prepare
+from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.data.shared_data import KEPT_SECONDS, SharedData
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.prepare import shared_data as module
+from finetune_trainer.prepare.prepare import prepare
+from finetune_trainer.prepare.shared_data import KEPT_SECONDS, SharedData
 from suite_plugins.patience import patient
 from trainer_support.forking import start_server
 from trainer_support.tasks import training_of
@@ -120,7 +120,7 @@ def test_a_job_with_other_settings_or_rows_prepares_for_itself(workspace: Worksp
 
 def test_tokens_of_other_libraries_are_not_taken(workspace: Workspace, monkeypatch: pytest.MonkeyPatch):
     workspace.prepared("one")
-    monkeypatch.setattr("finetune_trainer.data.prepare.version", lambda name: "0.1")
+    monkeypatch.setattr("finetune_trainer.prepare.prepare.version", lambda name: "0.1")
     workspace.prepared("two")
     assert not workspace.linked("one", "two")
 
@@ -273,9 +273,9 @@ import logging, sys, time
 from pathlib import Path
 from finetune_contract.trainer_job import TrainerJob
 from finetune_contract.layout import JobPaths
-from finetune_trainer.data import prepare as module
-from finetune_trainer.data.shared_data import SharedData
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.prepare import prepare as module
+from finetune_trainer.prepare.shared_data import SharedData
+from finetune_trainer.core.progress import NoProgress
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s", force=True)
 made = module._made
 def slowly(*given):

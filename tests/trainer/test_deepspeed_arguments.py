@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from finetune_contract.facts import HardwareFacts
-from finetune_operator.planning.assumed_hardware import parse_hardware
-from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, files
+from finetune_operator.jobs.render.contract import DEEPSPEED_FILE, JOB_FILE, files
+from finetune_operator.plan.hardware.assumed_hardware import parse_hardware
 from planning_support.deepspeed_plans import planned
 from suite_plugins.patience import patient
 

@@ -8,8 +8,8 @@ import pytest
 
 from each_case import each_case
 from finetune_contract.trainer_job import Strategy, World
-from finetune_operator.planning.exchange_memory import gathered_bytes
-from finetune_operator.planning.state_memory import SUB_GROUP_ELEMENTS, ModelStates, model_states
+from finetune_operator.plan.memory.exchange_memory import gathered_bytes
+from finetune_operator.plan.memory.state_memory import SUB_GROUP_ELEMENTS, ModelStates, model_states
 from finetune_trainer.strategies.deepspeed_import import import_deepspeed
 from planning_support.workloads import model_of, work
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from finetune_operator.api.deepspeed_keys import known_keys, open_sections
+from finetune_operator.spec.tables.deepspeed_keys import known_keys, open_sections
 from finetune_trainer.strategies.deepspeed_import import import_deepspeed
 
 

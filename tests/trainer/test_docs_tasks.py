@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from finetune_contract.choices import Task
-from finetune_operator.api.rules.column_rules import COLUMN_TASKS
+from finetune_operator.spec.rules.column_rules import COLUMN_TASKS
 from finetune_trainer.tasks.label_forms import FORMS
 from finetune_trainer.tasks.task_registry import task_module
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from finetune_trainer.training.dropout import SharedBitsDropout, share_random_bits
+from finetune_trainer.training.passes.dropout import SharedBitsDropout, share_random_bits
 
 COUNT = 1_000_003
 """Elements, no multiple of four; shares are accurate to a thousandth."""

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from finetune_trainer import ending
+from finetune_trainer.core import orderly_exit
 from finetune_trainer.scripts import site
 from suite_plugins.patience import patient
 
@@ -85,8 +85,8 @@ def test_sleeping_thread_does_not_delay_the_end(sleeping: None, monkeypatch: pyt
         time.sleep(seconds)
 
     # The clock stands still, so patience never runs out.
-    monkeypatch.setattr(ending, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
-    ending.let_collectives_end()
+    monkeypatch.setattr(orderly_exit, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
+    orderly_exit.let_collectives_end()
     assert slept
 
 

@@ -24,10 +24,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from finetune_trainer.inference.optimization.exported import onnx_graph
-from finetune_trainer.inference.optimization.exported.onnxruntime_rungs import ONNX, ONNX_INT8, ONNX_INT8_STATIC
-from finetune_trainer.inference.optimization.exported.openvino_rungs import OPENVINO, OPENVINO_BF16, OPENVINO_INT8
-from finetune_trainer.inference.optimization.rung_protocol import Machine, NotAvailable
+from finetune_trainer.predict.backends.backend_protocol import Machine, NotAvailable
+from finetune_trainer.predict.backends.exported import onnx_graph
+from finetune_trainer.predict.backends.exported.onnxruntime_backends import ONNX, ONNX_INT8, ONNX_INT8_STATIC
+from finetune_trainer.predict.backends.exported.openvino_backends import OPENVINO, OPENVINO_BF16, OPENVINO_INT8
 
 pytestmark = [
     # Found, not imported: nncf reports its use when anything but the trainer imports it.
@@ -199,7 +199,7 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 import os
 os.environ["HOME"] = sys.argv[1]
 from pathlib import Path
-from finetune_trainer.inference.optimization.exported.openvino_rungs import _openvino
+from finetune_trainer.predict.backends.exported.openvino_backends import _openvino
 _openvino()
 import nncf
 from openvino.tools.ovc.convert_impl import tm

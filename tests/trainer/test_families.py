@@ -16,11 +16,11 @@ from transformers import AutoTokenizer
 
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.inference.evaluate import evaluate
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.measured_facts import model_facts
-from finetune_trainer.models import load_tokenizer
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.core.progress import NoProgress
+from finetune_trainer.models.loading import load_tokenizer
+from finetune_trainer.predict.evaluate import evaluate
+from finetune_trainer.predict.predict import predict
+from finetune_trainer.report.measured_facts import model_facts
 from trainer_support.families import FAMILIES, columns_of, family_rows, write_family
 from trainer_support.tasks import losses, predictions, task_job, trained, training_of, write_lines
 

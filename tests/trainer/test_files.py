@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from finetune_trainer.files import discard, temporary_folder
+from finetune_trainer.core.files import discard, temporary_folder
 
 FILES = 500
 

@@ -20,7 +20,7 @@ import pytest
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import CheckpointSchedule, TrainerJob, World
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.failures import StageError
 from trainer_support.forking import fork_server
 from trainer_support.tasks import (
     lines_with,
@@ -55,10 +55,10 @@ def tiny(family: str, **config: Any) -> Any:
 
 
 def run_stage(job: TrainerJob, paths: JobPaths, stage: Stage) -> None:
-    from finetune_trainer.distributed import ProcessWorld
-    from finetune_trainer.progress import NoProgress
-    from finetune_trainer.stages import STAGES, StageInput
-    from finetune_trainer.training.interruption import Interruption
+    from finetune_trainer.core.distributed import ProcessWorld
+    from finetune_trainer.core.interruption import Interruption
+    from finetune_trainer.core.progress import NoProgress
+    from finetune_trainer.stage.stages import STAGES, StageInput
 
     STAGES[stage](StageInput(job, paths, NoProgress(), ProcessWorld(), None, Interruption()))
 
@@ -103,7 +103,7 @@ def products(work: Callable[[], Any]) -> Counter[str]:
 
 @needs_torchao
 def test_all_three_products_of_a_layer_run_in_fp8_for_any_token_count():
-    from finetune_trainer.float8 import convert
+    from finetune_trainer.models.float8 import convert
 
     model = tiny("llama")
     before = products(lambda: gradients(model))
@@ -122,7 +122,7 @@ def test_all_three_products_of_a_layer_run_in_fp8_for_any_token_count():
 def test_weights_and_their_names_are_unchanged():
     import torch
 
-    from finetune_trainer.float8 import convert
+    from finetune_trainer.models.float8 import convert
 
     model = tiny("bert")
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -136,7 +136,7 @@ def test_a_saved_model_answers_as_the_ordinary_one_does(tmp_path: Path):
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    from finetune_trainer.float8 import convert
+    from finetune_trainer.models.float8 import convert
 
     model = tiny("llama")
     ids = torch.arange(4, 24).reshape(2, 10)
@@ -175,7 +175,7 @@ KEPT = {
 def test_unsuitable_layers_stay_in_bf16_and_are_logged_with_the_reason(case: str):
     import torch
 
-    from finetune_trainer.float8 import convert
+    from finetune_trainer.models.float8 import convert
 
     made, count, left = KEPT[case]
     model = made()
@@ -192,7 +192,7 @@ def test_routers_stay_and_a_layer_with_two_names_is_converted_under_both():
     import torch
     from torch.nn import Linear, ModuleDict, ModuleList
 
-    from finetune_trainer.float8 import convert
+    from finetune_trainer.models.float8 import convert
 
     shared = Linear(32, 32)
     blocks = [ModuleDict({"shared": shared, "router": ModuleDict({"classifier": Linear(32, 16)})}) for _ in range(2)]
@@ -217,7 +217,7 @@ def test_routers_stay_and_a_layer_with_two_names_is_converted_under_both():
     ],
 )
 def test_a_model_of_which_nothing_would_be_in_fp8_is_refused(family: str, sizes: dict[str, int], why: str):
-    from finetune_trainer.float8 import convert
+    from finetune_trainer.models.float8 import convert
 
     with pytest.raises(StageError, match=rf"fp8, and 0 of \d+ linear layers .*{why}") as error:
         convert(tiny(family, **sizes))
@@ -265,7 +265,7 @@ def kept_in_bf16(model: Any) -> None:
     ],
 )
 def test_a_layer_that_does_not_multiply_in_fp8_fails_the_stage(spoil: Any, found: str):
-    from finetune_trainer.float8 import convert
+    from finetune_trainer.models.float8 import convert
 
     model = tiny("llama")
     converted = convert(model)
@@ -281,8 +281,8 @@ def test_a_layer_that_does_not_multiply_in_fp8_fails_the_stage(spoil: Any, found
 def test_gradients_are_the_same_when_activations_are_recomputed(mode: Any):
     import torch
 
-    from finetune_trainer.float8 import convert
-    from finetune_trainer.training.activations import checkpointing_arguments
+    from finetune_trainer.models.float8 import convert
+    from finetune_trainer.training.passes.activations import checkpointing_arguments
 
     model = tiny("llama")
     convert(model)
@@ -298,8 +298,8 @@ def test_gradients_are_the_same_when_activations_are_recomputed(mode: Any):
 def test_weights_are_not_taken_for_activations_when_these_are_offloaded():
     import torch
 
-    from finetune_trainer.float8 import convert
-    from finetune_trainer.training.activations import InHostMemory
+    from finetune_trainer.models.float8 import convert
+    from finetune_trainer.training.passes.activations import InHostMemory
 
     model = tiny("llama", hidden_size=256)
     convert(model)
@@ -332,7 +332,7 @@ def test_weights_are_not_taken_for_activations_when_these_are_offloaded():
 def test_a_device_without_units_is_refused(device: Any, capability: Any, found: str | None, monkeypatch):
     import torch
 
-    from finetune_trainer.float8 import refuse_without_units
+    from finetune_trainer.models.float8 import refuse_without_units
 
     major, minor = capability or (0, 0)
     properties = SimpleNamespace(name="NVIDIA A10G", major=major, minor=minor)
@@ -352,7 +352,7 @@ def test_a_device_without_units_is_refused(device: Any, capability: Any, found: 
 def test_amd_gpu_is_judged_by_its_architecture(architecture: str, found: str | None, monkeypatch):
     import torch
 
-    from finetune_trainer.float8 import refuse_without_units
+    from finetune_trainer.models.float8 import refuse_without_units
 
     monkeypatch.setattr(torch.version, "hip", "7.1")
     properties = SimpleNamespace(name="AMD Instinct", major=9, minor=0, gcnArchName=architecture)
@@ -379,7 +379,7 @@ def test_missing_torchao_is_reported_with_a_hint_before_a_gpu_is_used(bench, tmp
 @needs_torchao
 @pytest.mark.parametrize(("precision", "importable"), [("bf16", False), ("fp8", True)])
 def test_the_library_is_kept_out_of_runs_in_another_precision(precision: str, importable: bool, bench, monkeypatch):
-    from finetune_trainer.unused_libraries import leave_out_unused
+    from finetune_trainer.core.unused_libraries import leave_out_unused
 
     for name in ("torchao", "bitsandbytes"):
         # The modules are restored when the test ends.
@@ -394,7 +394,7 @@ def test_the_library_is_kept_out_of_runs_in_another_precision(precision: str, im
 def test_only_a_job_in_fp8_imports_the_separate_packages_of_the_image(
     precision: str, bench, tmp_path: Path, monkeypatch
 ):
-    from finetune_trainer.unused_libraries import leave_out_unused
+    from finetune_trainer.core.unused_libraries import leave_out_unused
 
     (tmp_path / "fp8").mkdir()
     (tmp_path / "fp8" / "kept_apart.py").touch()
@@ -416,8 +416,8 @@ def test_decoder_learns_in_fp8_as_in_bf16_and_saves_an_ordinary_model(tmp_path: 
     import torch
     from transformers import AutoModelForCausalLM
 
-    from finetune_trainer.inference.evaluate import evaluate
-    from finetune_trainer.progress import NoProgress
+    from finetune_trainer.core.progress import NoProgress
+    from finetune_trainer.predict.evaluate import evaluate
 
     model = write_decoder(tmp_path / "decoder")
     for split, count in (("train", 160), ("validation", 32), ("test", 32)):
@@ -508,7 +508,7 @@ def gpu_with_units() -> bool:
 def test_a_gpu_has_about_the_gradients_of_bf16():
     import torch
 
-    from finetune_trainer.float8 import convert
+    from finetune_trainer.models.float8 import convert
 
     if not gpu_with_units():
         pytest.skip("no GPU with units for fp8 (compute capability 8.9) is here")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.failures import StageError
 from process_support import sharded_training
 from suite_plugins.patience import patient
 
@@ -47,7 +47,7 @@ def test_gathers_in_fp8_send_half_and_train_alike(tmp_path: Path):
 def test_uneven_weights_are_gathered_in_bf16_and_shared_ones_stay_shared():
     import torch
 
-    from finetune_trainer.float8 import convert, gather_in_float8, gathered_in_float8
+    from finetune_trainer.models.float8 import convert, gather_in_float8, gathered_in_float8
 
     shared = torch.nn.Linear(32, 96, bias=False)
     blocks = [torch.nn.ModuleDict({"up": shared, "down": torch.nn.Linear(96, 32)}) for _ in range(2)]

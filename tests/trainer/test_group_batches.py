@@ -14,14 +14,14 @@ import torch
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import JobPaths
-from finetune_trainer.data.prepare import prepare
+from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.inference import predict as stage
-from finetune_trainer.inference.predict import predict_as
-from finetune_trainer.inference.runner import answers_of, fitted_budgets
-from finetune_trainer.inference.tensor_group import ProbedWay, WholeModel
-from finetune_trainer.pass_memory import MARGIN, probe
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.devices.pass_memory import MARGIN, probe
+from finetune_trainer.predict import predict as stage
+from finetune_trainer.predict.predict import predict_as
+from finetune_trainer.predict.runner import answers_of, fitted_budgets
+from finetune_trainer.predict.tensor_group import ProbedWay, WholeModel
+from finetune_trainer.prepare.prepare import prepare
 from finetune_trainer.tasks.task_registry import task_module
 from finetune_trainer.tasks.writing import WRITTEN
 from process_support.group_batches import BATCH_TOKENS, SmallMemory

@@ -17,11 +17,11 @@ import pytest
 
 from finetune_contract.layout import ENV_CHECKPOINT_SECRET, FailureClass
 from finetune_contract.trainer_job import CheckpointSchedule, EarlyStopping
-from finetune_trainer.checkpoints import MANIFEST, SIGNATURE, Checkpoint, CheckpointStore, Manifest, verify
-from finetune_trainer.distributed import ProcessWorld
-from finetune_trainer.failures import StageError
-from finetune_trainer.files import FileEntry, entries_of, entry_of
-from finetune_trainer.signing import Signer, signer_of
+from finetune_trainer.checkpoint.checkpoints import MANIFEST, SIGNATURE, Checkpoint, CheckpointStore, Manifest, verify
+from finetune_trainer.checkpoint.signing import Signer, signer_of
+from finetune_trainer.core.distributed import ProcessWorld
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.files import FileEntry, entries_of, entry_of
 from finetune_trainer.training.stopping import EarlyStopper
 
 KEY = "0123456789abcdef0123456789abcdef"

@@ -27,8 +27,8 @@ PROGRAM = """
 import json, os, sys
 from finetune_contract.data_settings import ModelSource
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.failures import StageError
-from finetune_trainer.models import load_config, pinned
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.models.loading import load_config, pinned
 
 for case, (token, revision) in json.loads(sys.argv[2]).items():
     os.environ.pop("HF_TOKEN", None)
@@ -103,9 +103,9 @@ def test_a_branch_is_pinned_to_the_commit_that_it_is_at_and_a_commit_stays(
 
 WITHOUT = """
 import json, sys
-from finetune_trainer import hub_revisions
-from finetune_trainer.failures import StageError
-from finetune_trainer.models import load_config, load_tokenizer
+from finetune_trainer.models import hub_revisions
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.models.loading import load_config, load_tokenizer
 from finetune_contract.trainer_job import TrainerJob
 from transformers import AutoModel
 
@@ -123,7 +123,7 @@ except StageError as error:
 
 OFFLINE = """
 import sys
-from finetune_trainer.hub_revisions import commit_of
+from finetune_trainer.models.hub_revisions import commit_of
 from huggingface_hub import is_offline_mode
 
 commit_of(sys.argv[1], "main")

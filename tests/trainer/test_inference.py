@@ -17,15 +17,15 @@ from transformers import AutoModelForSequenceClassification
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.data.prepare import prepare
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
-from finetune_trainer.failures import StageError
-from finetune_trainer.inference.evaluate import evaluate
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.inference.runner import answers_of
-from finetune_trainer.models import load_tokenizer
-from finetune_trainer.progress import NoProgress
-from finetune_trainer.reporting import CONFUSION_FILE, SAMPLES_FILE, merge_metrics
+from finetune_trainer.models.loading import load_tokenizer
+from finetune_trainer.predict.evaluate import evaluate
+from finetune_trainer.predict.predict import predict
+from finetune_trainer.predict.runner import answers_of
+from finetune_trainer.prepare.prepare import prepare
+from finetune_trainer.report.reporting import CONFUSION_FILE, SAMPLES_FILE, merge_metrics
 from finetune_trainer.tasks.task_registry import task_module, task_of
 from finetune_trainer.training.dealing import Deal, DealtSplit
 from trainer_support.tasks import predictions, training_of, write_lines

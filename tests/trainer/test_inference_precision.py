@@ -15,12 +15,12 @@ import torch
 from finetune_contract.choices import InferencePrecision, Task
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.inference.evaluate import evaluate
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.inference.runner import model_to_use, reference_model
-from finetune_trainer.progress import NoProgress
-from finetune_trainer.reporting import write_report
+from finetune_trainer.predict.evaluate import evaluate
+from finetune_trainer.predict.predict import predict
+from finetune_trainer.predict.runner import model_to_use, reference_model
+from finetune_trainer.report.reporting import write_report
 from finetune_trainer.tasks.task_registry import task_of
 from trainer_support.tasks import (
     WORDS,
@@ -139,7 +139,7 @@ def test_each_task_is_evaluated_and_predicts_in_bf16_about_as_in_fp32(
     for precision in ("fp32", "bf16"):
         requested = at(job, precision)
         caplog.clear()
-        with caplog.at_level("INFO", "finetune_trainer.inference"):
+        with caplog.at_level("INFO", "finetune_trainer.predict"):
             measured[precision] = evaluate(requested, paths, NoProgress())["evaluate"]
             results[precision] = predict(requested, paths, NoProgress())
         assert ("computes in bf16" in caplog.text) == (precision == "bf16")

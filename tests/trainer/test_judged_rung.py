@@ -11,11 +11,11 @@ import pytest
 
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.data.prepare import prepare
-from finetune_trainer.failures import StageError
-from finetune_trainer.inference.evaluate import evaluate
-from finetune_trainer.inference.optimization.served_rung import rung_to_serve
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.progress import NoProgress
+from finetune_trainer.predict.backends.served_backend import rung_to_serve
+from finetune_trainer.predict.evaluate import evaluate
+from finetune_trainer.prepare.prepare import prepare
 from finetune_trainer.serving.request_rows import Form
 from finetune_trainer.serving.serving_engine import ServingEngine
 from trainer_support.tasks import write_lines

@@ -36,7 +36,7 @@ def test_answers_are_those_of_a_model_that_looks_itself(family: str, padded: boo
     import torch
     from transformers import masking_utils
 
-    from finetune_trainer.training.known_padding import KnownPadding, known_padding
+    from finetune_trainer.training.passes.known_padding import KnownPadding, known_padding
 
     given, model = batch(padded), models[family]
     seen = given["attention_mask"].bool()
@@ -57,7 +57,7 @@ def test_answers_are_those_of_a_model_that_looks_itself(family: str, padded: boo
 def test_nothing_is_known_of_another_batch_or_of_a_mask_of_pairs_of_tokens():
     import torch
 
-    from finetune_trainer.training.known_padding import KnownPadding, known_padding
+    from finetune_trainer.training.passes.known_padding import KnownPadding, known_padding
 
     assert KnownPadding.of({"input_ids": torch.ones(2, 8)}) is None
     assert KnownPadding.of({"attention_mask": torch.ones(2, 1, 8, 8)}) is None

@@ -10,8 +10,8 @@ import datasets
 import pytest
 
 from finetune_contract.data_settings import Columns
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.sources import RawSplit
-from finetune_trainer.failures import StageError
 from finetune_trainer.tasks.task_protocol import Labels, Targets
 from finetune_trainer.tasks.task_registry import task_module
 

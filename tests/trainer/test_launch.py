@@ -22,8 +22,8 @@ from finetune_contract.choices import Stage
 from finetune_contract.data_settings import Preparation
 from finetune_contract.layout import ENV_GRACE_SECONDS, ENV_STACKS_SECONDS, FailureClass, JobPaths
 from finetune_contract.report import TrainerReport
+from finetune_trainer.core.distributed import free_port
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.distributed import free_port
 from process_support.command_lines import command_of
 from process_support.left import left
 from process_support.signals import blocks
@@ -279,7 +279,7 @@ def test_ranks_of_mpirun_save_when_the_launcher_is_stopped(bench, cluster_of, ho
     ],
 )
 def test_mpirun_is_never_started_without_its_hosts(content, failure_class, reason, bench, tmp_path: Path):
-    from finetune_trainer.failures import StageError
+    from finetune_trainer.core.failures import StageError
     from finetune_trainer.launching.mpi import hosts_of
 
     file = tmp_path / "hostfile"
@@ -306,7 +306,7 @@ def test_mpirun_is_started_when_all_workers_have_names():
 
 
 def test_worker_without_a_name_fails_after_the_time_limit():
-    from finetune_trainer.failures import StageError
+    from finetune_trainer.core.failures import StageError
     from finetune_trainer.launching.mpi import wait_for_names
 
     with pytest.raises(StageError) as caught:

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from finetune_trainer.distributed import free_port
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.distributed import free_port
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.launching.sshd import _session_variables
 from process_support.left import left
 from suite_plugins.patience import patient

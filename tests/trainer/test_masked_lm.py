@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
 
-from finetune_trainer.data.prepare import prepare
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.failures import StageError
-from finetune_trainer.inference.evaluate import evaluate
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.predict.evaluate import evaluate
+from finetune_trainer.predict.predict import predict
+from finetune_trainer.prepare.prepare import prepare
 from finetune_trainer.tasks.masked_lm import MaskedLm, seed_words
 from finetune_trainer.tasks.task_protocol import DRAW, Coding
 from finetune_trainer.training.order import EpochOrder, TrainRows

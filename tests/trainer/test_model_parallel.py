@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from finetune_contract.trainer_job import CheckpointSchedule, EarlyStopping, Strategy
+from finetune_trainer.checkpoint.tensor_files import mapped_tensors
 from finetune_trainer.strategies.shard_files import StateIndex
-from finetune_trainer.tensor_files import mapped_tensors
 from process_support import tied_stages
 from suite_plugins.selection import covering
 from trainer_support import grids

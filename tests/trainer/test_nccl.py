@@ -19,11 +19,9 @@ import pytest
 from finetune_contract.layout import ENV_NCCL, FailureClass
 from finetune_contract.report import Communication, TrainerReport
 from finetune_contract.trainer_job import World
-from finetune_trainer.distributed import free_port
-from finetune_trainer.failures import StageError
-from finetune_trainer.launching.elastic import Rendezvous, wait_for_host
-from finetune_trainer.launching.nccl_remains import remains
-from finetune_trainer.nccl import (
+from finetune_trainer.core.distributed import free_port
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.devices.nccl import (
     DEFAULTS,
     DUMP_PREFIX,
     LOG_SUFFIX,
@@ -33,8 +31,10 @@ from finetune_trainer.nccl import (
     unusable_network,
     warn_of_locked_memory,
 )
-from finetune_trainer.nccl_log import chosen, merged, network_of, warnings
-from finetune_trainer.reporting import write_pages
+from finetune_trainer.devices.nccl_log import chosen, merged, network_of, warnings
+from finetune_trainer.launching.elastic import Rendezvous, wait_for_host
+from finetune_trainer.launching.nccl_remains import remains
+from finetune_trainer.report.reporting import write_pages
 from suite_plugins.patience import patient
 from trainer_support.tasks import train_here
 
@@ -382,7 +382,7 @@ def test_the_warnings_of_a_failed_training_reach_the_pod_s_log(tmp_path: Path) -
 RANK = """
 import os, sys, torch.distributed as dist
 from finetune_contract.trainer_job import World
-from finetune_trainer.nccl import measured_transports
+from finetune_trainer.devices.nccl import measured_transports
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo")
 world = World(nodes=2, processes_per_node=1, device="cpu", threads_per_process=1)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from finetune_trainer import packed_attention
 from finetune_trainer.launching.elastic import _time_to_end
+from finetune_trainer.training.passes import packed_attention
 
 
 @dataclass

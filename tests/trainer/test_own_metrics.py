@@ -10,7 +10,7 @@ import pytest
 
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.scripts.own_metrics import own_metrics, without_own_metrics
 
 WRITTEN = {"loss": 0.3, "eval_f1_macro": 71.5, "test_f1_macro": 70.0, "bleurt": 0.4}

@@ -11,7 +11,7 @@ import pytest
 from finetune_contract.layout import FailureClass
 from finetune_contract.packed_rows import PACKED_ROWS_FAMILIES
 from finetune_contract.trainer_job import Training
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.failures import StageError
 from process_support.sliced import decoder
 from trainer_support.tasks import training_of
 
@@ -46,7 +46,7 @@ def by_row(model: Any, **changes: Any) -> Any:
     """Return the attention that a training of `model` over packs has."""
     import torch
 
-    from finetune_trainer.packed_attention import pack_attention
+    from finetune_trainer.training.passes.packed_attention import pack_attention
 
     training = training_of(steps=1, **changes)
     return pack_attention(model, Training.model_validate(training), torch.device("cpu"), packing=True)
@@ -96,7 +96,7 @@ def test_a_sliding_window_ends_at_the_border_of_a_row(family: str) -> None:
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_recomputed_layers_keep_the_rows_apart(mode: Any) -> None:
-    from finetune_trainer.training.activations import checkpointing_arguments
+    from finetune_trainer.training.passes.activations import checkpointing_arguments
 
     model, batch = decoder("llama").train(), packed_batch()
     expected = computed(model, batch)
@@ -113,7 +113,7 @@ def test_recomputed_layers_keep_the_rows_apart(mode: Any) -> None:
 def test_autocast_computes_rows_in_16_bits() -> None:
     import torch
 
-    from finetune_trainer.packed_attention import attend_rows, packed_rows
+    from finetune_trainer.training.passes.packed_attention import attend_rows, packed_rows
 
     rows = packed_rows(packed_batch()["position_ids"], torch.device("cpu"))
     query, key = torch.randn(2, 4, WIDTH, 8), torch.randn(2, 2, WIDTH, 8)
@@ -126,7 +126,7 @@ def test_autocast_computes_rows_in_16_bits() -> None:
 def test_rows_of_packs_follow_from_their_positions() -> None:
     import torch
 
-    from finetune_trainer.packed_attention import packed_rows
+    from finetune_trainer.training.passes.packed_attention import packed_rows
 
     rows = packed_rows(packed_batch()["position_ids"], torch.device("cpu"))
     assert (rows.shape, rows.sizes) == ((2, WIDTH), (5, 1, 7, 3, 9, 2, 5))
@@ -170,7 +170,7 @@ def test_no_memory_of_tokens_times_tokens_is_kept() -> None:
     ],
 )
 def test_packs_that_need_a_mask_are_announced(family: str, changes: Any, reason: str, caplog) -> None:
-    from finetune_trainer.packed_attention import WithMasks
+    from finetune_trainer.training.passes.packed_attention import WithMasks
 
     caplog.set_level(logging.INFO)
     assert isinstance(by_row(decoder("llama" if family == "llama" else "falcon"), **changes), WithMasks)
@@ -201,7 +201,7 @@ def test_calls_for_each_row_are_announced_with_their_reason(caplog) -> None:
 def test_one_call_for_all_rows_needs_a_gpu_and_heads_for_it(capability, head, dropout, reason, monkeypatch) -> None:
     import torch
 
-    from finetune_trainer.packed_attention import why_not_varlen
+    from finetune_trainer.training.passes.packed_attention import why_not_varlen
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     found = why_not_varlen(torch.device("cuda"), head, dropout)

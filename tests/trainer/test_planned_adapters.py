@@ -9,13 +9,13 @@ import pytest
 
 from finetune_contract.facts import ModelFacts
 from finetune_contract.trainer_job import Adapter, Strategy, TrainerJob, World
-from finetune_operator.planning.adapter_sizes import (
+from finetune_operator.plan.memory.adapter_sizes import (
     four_bit_weights,
     narrow_weights,
     trained_parameters,
 )
-from finetune_operator.planning.architectures import ARCHITECTURES, model_facts
-from finetune_operator.planning.memory_workload import activation_bytes_per_token
+from finetune_operator.plan.memory.memory_workload import activation_bytes_per_token
+from finetune_operator.plan.models.architectures import ARCHITECTURES, model_facts
 from planning_support.workloads import adapter_of, work
 from trainer_support.tasks import training_of
 
@@ -99,8 +99,8 @@ def test_every_architecture_with_a_formula_is_compared():
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_layers_head_and_trained_parameters_are_those_that_peft_makes(model_type, method):
-    adapters = pytest.importorskip("finetune_trainer.adapters", reason="the trainer is not installed")
-    facts_module = pytest.importorskip("finetune_trainer.measured_facts", reason="the trainer is not installed")
+    adapters = pytest.importorskip("finetune_trainer.models.adapters", reason="the trainer is not installed")
+    facts_module = pytest.importorskip("finetune_trainer.report.measured_facts", reason="the trainer is not installed")
     model, facts = built(model_type)
     assert facts.linear_layers == facts_module._linear_layers(model)
     assert facts.head_parameters == adapters.head_parameters(model)
@@ -123,7 +123,7 @@ def test_layers_head_and_trained_parameters_are_those_that_peft_makes(model_type
 @pytest.mark.parametrize("model_type", ["bert", "gpt2", "llama"])
 def test_layer_with_an_adapter_keeps_about_the_tensors_torch_saves(model_type, precision, method, dropout):
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    adapters = pytest.importorskip("finetune_trainer.adapters", reason="the trainer is not installed")
+    adapters = pytest.importorskip("finetune_trainer.models.adapters", reason="the trainer is not installed")
     adapter, rows, length, saved = adapter_of(method, rank=8, dropout=dropout), 4, 128, []
     field = "n_layer" if model_type == "gpt2" else "num_hidden_layers"
     for layers in (1, 2):

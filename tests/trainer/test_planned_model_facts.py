@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from finetune_contract.trainer_job import TrainerJob
-from finetune_operator.planning.architectures import ARCHITECTURES, model_facts
+from finetune_operator.plan.models.architectures import ARCHITECTURES, model_facts
 
 # Shapes with a different number in every place, so that a formula that mixes two of them up is found.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -147,7 +147,9 @@ def test_the_parts_of_a_bert_are_those_of_its_modules():
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_experts_are_counted_as_they_are_measured(model_type, tmp_path):
-    measured_facts = pytest.importorskip("finetune_trainer.measured_facts", reason="the trainer is not installed")
+    measured_facts = pytest.importorskip(
+        "finetune_trainer.report.measured_facts", reason="the trainer is not installed"
+    )
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.AutoConfig.for_model(model_type, **CONFIGS[model_type])
     config.save_pretrained(tmp_path)

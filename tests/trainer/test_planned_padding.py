@@ -12,10 +12,10 @@ import pytest
 from finetune_contract.arguments import groups_by_length
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import Batch
-from finetune_operator.planning.padding_estimate import step_rows
-from finetune_trainer.data.prepare import prepare
+from finetune_operator.plan.strategy.padding_estimate import step_rows
+from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.prepare.prepare import prepare
 from finetune_trainer.tasks.task_registry import task_module
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
 from trainer_support.tasks import DATA, WITHOUT_DATA, real_rows, task_job, training_of, write_lines

@@ -24,13 +24,13 @@ from finetune_contract.inference_settings import InferenceProcesses
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.report import TrainerReport
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.failures import StageError
-from finetune_trainer.inference.evaluate import evaluate
-from finetune_trainer.inference.pod_processes import BatchShare, visible_gpus
-from finetune_trainer.inference.predict import predict, worker_threads
-from finetune_trainer.inference.prediction_inputs import PredictionInputs
-from finetune_trainer.inference.tensor_group import WHOLE_MODEL
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.progress import NoProgress
+from finetune_trainer.predict.evaluate import evaluate
+from finetune_trainer.predict.pod_processes import BatchShare, visible_gpus
+from finetune_trainer.predict.predict import predict, worker_threads
+from finetune_trainer.predict.prediction_inputs import PredictionInputs
+from finetune_trainer.predict.tensor_group import WHOLE_MODEL
 from process_support.command_lines import command_of
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until

@@ -12,10 +12,10 @@ import pytest
 
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data import row_shards
-from finetune_trainer.inference import predict as stage
-from finetune_trainer.inference.prediction_parts import PartFacts, Parts
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.predict import predict as stage
+from finetune_trainer.predict.prediction_parts import PartFacts, Parts
 from trainer_support.tasks import freeze_heap
 
 ROWS = 3200

@@ -14,11 +14,11 @@ import pytest
 
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data import row_shards
-from finetune_trainer.data.prepare import prepare
-from finetune_trainer.failures import StageError
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.predict.predict import predict
+from finetune_trainer.prepare.prepare import prepare
 from trainer_support.tasks import predictions, write_lines
 
 LABELS = ("bad", "good")
@@ -155,7 +155,7 @@ def test_a_copied_column_that_is_called_id_goes_beside_the_id(model, tmp_path, p
 
 def test_a_missing_id_column_is_refused_before_the_model_is_loaded(data, tmp_path, model, paths, monkeypatch):
     job = a_job(model, data, id_column="identity")
-    from finetune_trainer.inference import predict as module
+    from finetune_trainer.predict import predict as module
 
     monkeypatch.setattr(module, "used_model", lambda *given: pytest.fail("the model was loaded"))
     for stage in (prepare, predict):

@@ -16,13 +16,13 @@ import pytest
 
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer import stages
-from finetune_trainer.failures import StageError
-from finetune_trainer.inference import answering, prediction_spark, prediction_workers
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.inference.prediction_spark import Work, predict_by_spark
-from finetune_trainer.inference.prediction_workers import STATUS_FILE, CrewStatus
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.progress import NoProgress
+from finetune_trainer.predict import answering, prediction_spark, prediction_workers
+from finetune_trainer.predict.predict import predict
+from finetune_trainer.predict.prediction_spark import Work, predict_by_spark
+from finetune_trainer.predict.prediction_workers import STATUS_FILE, CrewStatus
+from finetune_trainer.stage import stages
 from process_support.command_lines import command_of
 from suite_plugins.waiting import wait_until
 from trainer_support.spark_submit import skip_without_spark
@@ -221,7 +221,8 @@ def test_stage_fails_when_spark_gives_up_its_executors(
 ) -> None:
     message = (
         "Job aborted due to stage failure: Task 0 in stage 0.0 failed 4 times\n  File x.py, line 3\n"
-        "finetune_trainer.failures.StageError: An executor does not see the job's folder /w/job.\n\tat org.apache.spark"
+        "finetune_trainer.core.failures.StageError: An executor does not see the job's folder /w/job.\n"
+        "\tat org.apache.spark"
     )
     tasks_here(RuntimeError(message))
     with pytest.raises(StageError) as caught:

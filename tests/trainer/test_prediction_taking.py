@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from finetune_trainer.data.row_shards import ShardKey
-from finetune_trainer.inference.shard_claims import (
+from finetune_trainer.predict.shard_claims import (
     CHOOSING_SECONDS,
     SILENT_SECONDS,
     Beat,

@@ -22,14 +22,14 @@ from finetune_contract.causes import first_cause
 from finetune_contract.layout import EXIT_CODES, FailureClass, JobPaths
 from finetune_contract.report import Progress, TrainerReport
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer import files as files_module
-from finetune_trainer.distributed import ProcessWorld
-from finetune_trainer.failures import StageError
-from finetune_trainer.files import through_outage
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.inference.prediction_parts import Parts, PartsManifest
-from finetune_trainer.inference.prediction_workers import STATUS_FILE, CrewStatus, FolderFiles
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.core import files as files_module
+from finetune_trainer.core.distributed import ProcessWorld
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.files import through_outage
+from finetune_trainer.core.progress import NoProgress
+from finetune_trainer.predict.predict import predict
+from finetune_trainer.predict.prediction_parts import Parts, PartsManifest
+from finetune_trainer.predict.prediction_workers import STATUS_FILE, CrewStatus, FolderFiles
 from process_support.predicting import Predictor, Trouble
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until

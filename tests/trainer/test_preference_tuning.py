@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import Preference, TrainerJob
-from finetune_trainer.data.prepare import prepare
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.failures import StageError
-from finetune_trainer.inference.evaluate import evaluate
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.progress import NoProgress
-from finetune_trainer.start_combinations import refuse_combinations
+from finetune_trainer.predict.evaluate import evaluate
+from finetune_trainer.predict.predict import predict
+from finetune_trainer.prepare.prepare import prepare
+from finetune_trainer.stage.stages import refuse_combinations
 from finetune_trainer.tasks.preference_tuning import PreferenceTuning
 from finetune_trainer.tasks.task_protocol import Coding
 from finetune_trainer.tasks.task_registry import task_of
@@ -305,7 +305,7 @@ def test_real_answers_are_preferred_to_their_shuffled_form(tmp_path, paths):
 
 def test_lora_is_compared_with_the_model_without_it_as_trl_does(llama, data, tmp_path, paths):
     peft = pytest.importorskip("peft")
-    from finetune_trainer.adapters import adapt
+    from finetune_trainer.models.adapters import adapt
 
     adapter = {"method": "lora", "rank": 4, "alpha": 8, "dropout": 0.0}
     job = job_on(llama, data, predict=None, training={"adapter": adapter, "learning_rate": 1e-2})

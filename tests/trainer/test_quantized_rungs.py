@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from finetune_trainer.inference.optimization import quantized_rungs
-from finetune_trainer.inference.optimization.quantized_rungs import EIGHT_BIT, FOUR_BIT, FP8
-from finetune_trainer.inference.optimization.rung_protocol import Machine, NotAvailable, Rung
+from finetune_trainer.predict.backends import quantized_backends
+from finetune_trainer.predict.backends.backend_protocol import Machine, NotAvailable, Rung
+from finetune_trainer.predict.backends.quantized_backends import EIGHT_BIT, FOUR_BIT, FP8
 
 MACHINE = Machine()
 
@@ -97,6 +97,6 @@ def test_missing_parts_are_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) 
 def test_model_without_blocks_or_with_odd_layers_is_refused() -> None:
     needs(FOUR_BIT)
     head: Any = SimpleNamespace(named_modules=list, hf_device_map=None)
-    assert quantized_rungs.EIGHT_BIT.unavailable(head, MACHINE) == "the model has no linear layers in blocks"
+    assert quantized_backends.EIGHT_BIT.unavailable(head, MACHINE) == "the model has no linear layers in blocks"
     with pytest.raises(NotAvailable, match="cannot be packed"):
         FOUR_BIT.prepare(classifier(hidden_size=6, num_attention_heads=1, intermediate_size=7), [], Path())

@@ -16,13 +16,13 @@ import torch
 
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.data.prepare import prepare
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.failures import StageError
-from finetune_trainer.inference.evaluate import evaluate
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.models import load_tokenizer
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.models.loading import load_tokenizer
+from finetune_trainer.predict.evaluate import evaluate
+from finetune_trainer.predict.predict import predict
+from finetune_trainer.prepare.prepare import prepare
 from finetune_trainer.tasks.answer_spans import LONGEST_ANSWER, measured
 from finetune_trainer.tasks.question_answering import NO_ANSWER, QuestionAnswering
 from trainer_support.tasks import (

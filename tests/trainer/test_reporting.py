@@ -19,9 +19,9 @@ from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.plan_check import MeasuredTraining, PlannedTraining, check_plan
 from finetune_contract.report import TrainerReport
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.failures import StageError
-from finetune_trainer.model_card import write_model_card
-from finetune_trainer.reporting import (
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.report.model_card import write_model_card
+from finetune_trainer.report.reporting import (
     CONFUSION_FILE,
     SAMPLES_FILE,
     merge_generation,

@@ -14,13 +14,13 @@ import torch
 
 from finetune_contract.choices import GPU_RUNGS, RungName
 from finetune_contract.layout import FailureClass
-from finetune_trainer.failures import StageError
-from finetune_trainer.inference.optimization import choosing
-from finetune_trainer.inference.optimization.answer_agreement import agreement, worst_metric
-from finetune_trainer.inference.optimization.choosing import Chosen, RungRequest, Sample, by_name, choose
-from finetune_trainer.inference.optimization.rung_protocol import Batch, ForwardPass, Machine, NotAvailable, Rung
-from finetune_trainer.inference.optimization.rungs import FAMILIES, rung_by_name
-from finetune_trainer.inference.optimization.torch_rungs import BF16, COMPILE, PLAIN, copied_in
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.predict.backends import choosing
+from finetune_trainer.predict.backends.answer_agreement import agreement, worst_metric
+from finetune_trainer.predict.backends.backend_protocol import Batch, ForwardPass, Machine, NotAvailable, Rung
+from finetune_trainer.predict.backends.backends import FAMILIES, rung_by_name
+from finetune_trainer.predict.backends.choosing import Chosen, RungRequest, Sample, by_name, choose
+from finetune_trainer.predict.backends.torch_backends import BF16, COMPILE, PLAIN, copied_in
 
 ROWS = 100
 PLAIN_SECONDS = 10.0
@@ -111,7 +111,7 @@ class Bench:
         for rung in rungs:
             rung.clock = self.clock
         known: dict[str, Rung] = {rung.name: rung for rung in rungs} | {"none": PLAIN}
-        monkeypatch.setattr("finetune_trainer.inference.optimization.choosing.time.perf_counter", lambda: self.clock[0])
+        monkeypatch.setattr("finetune_trainer.predict.backends.choosing.time.perf_counter", lambda: self.clock[0])
         monkeypatch.setattr(
             choosing, "rungs_of", lambda name, **_: list(rungs) if name == "measured" else [known[name]]
         )

@@ -15,21 +15,21 @@ import pytest
 
 from finetune_contract.layout import ENV_ATTEMPT, FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.core.distributed import ProcessWorld
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data import row_shards
-from finetune_trainer.data.prepare import prepare
-from finetune_trainer.distributed import ProcessWorld
-from finetune_trainer.failures import StageError
-from finetune_trainer.inference import predict as stage
-from finetune_trainer.inference import runner, shard_claims
-from finetune_trainer.inference.optimization import choosing, rung_in_use
-from finetune_trainer.inference.optimization.device_meter import HostMeter
-from finetune_trainer.inference.optimization.rung_in_use import FOLDER, RungInUse
-from finetune_trainer.inference.optimization.rung_protocol import Machine
-from finetune_trainer.inference.optimization.rung_table import RungTable
-from finetune_trainer.inference.optimization.torch_rungs import PLAIN
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.progress import NoProgress
-from finetune_trainer.reporting import write_report
+from finetune_trainer.predict import predict as stage
+from finetune_trainer.predict import runner, shard_claims
+from finetune_trainer.predict.backends import backend_in_use, choosing
+from finetune_trainer.predict.backends.backend_in_use import FOLDER, RungInUse
+from finetune_trainer.predict.backends.backend_protocol import Machine
+from finetune_trainer.predict.backends.backend_table import RungTable
+from finetune_trainer.predict.backends.device_meter import HostMeter
+from finetune_trainer.predict.backends.torch_backends import PLAIN
+from finetune_trainer.predict.predict import predict
+from finetune_trainer.prepare.prepare import prepare
+from finetune_trainer.report.reporting import write_report
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
 
@@ -153,7 +153,7 @@ def test_auto_measures_every_rung_and_remembers_the_choice(
     page = paths.report.read_text(encoding="utf-8")
     assert "Ways to compute predictions" in page
     assert f"{result['optimization']} (used)" in page
-    monkeypatch.setattr(rung_in_use, "choose", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(backend_in_use, "choose", lambda *_: pytest.fail("measured again"))
     again = predict(a_job(model, data, optimization="measured"), paths, NoProgress())
     assert again["optimization"] == result["optimization"]
 
@@ -175,7 +175,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
     """Have jobs for a GPU compute on the CPU."""
     gpu = PretendedGpu("NVIDIA L4")
     monkeypatch.setattr(stage, "settle", lambda _model, _device: None)
-    monkeypatch.setattr(rung_in_use, "meter_of", lambda device: gpu if device == "cuda" else HostMeter())
+    monkeypatch.setattr(backend_in_use, "meter_of", lambda device: gpu if device == "cuda" else HostMeter())
     monkeypatch.setattr(choosing, "GPU_SMALL_SECONDS", 0.0)
     return gpu
 
@@ -197,7 +197,7 @@ def test_auto_measures_on_a_gpu_and_remembers_the_choice_for_it(
         measured.append(given[-1].gpu)
         return choosing.choose(*given)
 
-    monkeypatch.setattr(rung_in_use, "choose", seen)
+    monkeypatch.setattr(backend_in_use, "choose", seen)
     predict(job, paths, NoProgress())
     assert measured == []
     pretended.gpu = "NVIDIA H100 80GB HBM3"
@@ -361,13 +361,13 @@ def test_exact_rung_with_wrong_answers_is_refused_by_name(
 ) -> None:
     rung = Upside(name="compile", lossy=False)
     monkeypatch.setattr(choosing, "rungs_of", lambda _name, **_: [rung])
-    for module in (choosing, rung_in_use):
+    for module in (choosing, backend_in_use):
         monkeypatch.setattr(module, "rung_by_name", lambda _name, *_: rung)
     with pytest.raises(StageError, match="computes wrongly on this machine") as caught:
         predict(a_job(model, data, optimization="compile"), paths, NoProgress())
     assert caught.value.reason == "RungNotRightEnough"
     assert not paths.predictions_jsonl.exists()
 
-    monkeypatch.setattr(rung_in_use.RungInUse, "choose", lambda _self: "compile")  # as another worker has chosen
+    monkeypatch.setattr(backend_in_use.RungInUse, "choose", lambda _self: "compile")  # as another worker has chosen
     with pytest.raises(StageError, match="computes wrongly on this machine"):
         predict(a_job(model, data, optimization="compile"), paths, NoProgress())

@@ -18,8 +18,8 @@ from finetune_contract.facts import DataFacts, SplitFacts
 from finetune_contract.layout import REPORT_LIMIT_BYTES, FailureClass, JobPaths
 from finetune_contract.report import FailureReport, MeasuredFacts, TrainerReport
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer import runs
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.stage import runs
 from trainer_support.forking import start_server
 
 JOB = TrainerJob.model_validate({"name": "j", "task": "masked-lm", "model": {"uri": "file:///m"}, "run": "uid-1"})

@@ -11,9 +11,9 @@ import pytest
 
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.data.prepare import prepare
-from finetune_trainer.inference.evaluate import evaluate
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.core.progress import NoProgress
+from finetune_trainer.predict.evaluate import evaluate
+from finetune_trainer.prepare.prepare import prepare
 from trainer_support.tasks import (
     WORDS,
     largest_difference,

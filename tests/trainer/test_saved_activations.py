@@ -8,8 +8,8 @@ import pytest
 
 from finetune_contract.facts import ModelFacts
 from finetune_contract.trainer_job import Strategy, World
-from finetune_operator.planning.architectures import ARCHITECTURES, model_facts
-from finetune_operator.planning.memory_workload import activation_bytes_per_token
+from finetune_operator.plan.memory.memory_workload import activation_bytes_per_token
+from finetune_operator.plan.models.architectures import ARCHITECTURES, model_facts
 from planning_support.workloads import model_of, work
 
 _WIDE = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256}
@@ -226,7 +226,7 @@ def test_rows_of_packs_by_themselves_keep_their_outputs_twice_and_no_mask(precis
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from finetune_trainer.packed_attention import ByRow
+    from finetune_trainer.training.passes.packed_attention import ByRow
 
     length, saved = 256, {}
     two = torch.cat([torch.arange(100), torch.arange(length - 100)])[None]

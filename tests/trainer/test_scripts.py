@@ -19,7 +19,7 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import EXIT_CODES, SCRIPT_VARIABLES, FailureClass, JobPaths
 from finetune_contract.report import KubeflowMetric, KubeflowStatus, KubeflowUpdate, Progress, TrainerReport
 from finetune_contract.trainer_job import Script, TrainerJob
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.failures import StageError
 from script_support.git_host import GitHost, git_host
 from script_support.programs import TELLTALE_FILES, documented
 from suite_plugins.patience import patient
@@ -716,7 +716,7 @@ def test_callback_of_transformers_reaches_the_progress_without_a_server(monkeypa
 
 
 def test_a_server_that_is_there_already_is_left_alone():
-    from finetune_trainer.progress import NoProgress
+    from finetune_trainer.core.progress import NoProgress
     from finetune_trainer.scripts.relay import relayed
 
     given = {"KUBEFLOW_TRAINER_SERVER_URL": "https://operator/"}

@@ -20,10 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune_contract.layout import FailureClass
 from finetune_contract.plans import SEQUENCE_FAMILIES
 from finetune_contract.trainer_job import Adapter, CheckpointSchedule, Strategy
-from finetune_trainer.data.slices import NOT_LEARNT, ROW_POSITIONS, TokenSlice
-from finetune_trainer.failures import StageError
-from finetune_trainer.strategies.mesh import MeshShape
-from finetune_trainer.strategies.sequence import refuse_model
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.slices import NOT_LEARNT, ROW_POSITIONS, TokenSlice
+from finetune_trainer.strategies.splitting.mesh import MeshShape
+from finetune_trainer.strategies.splitting.sequence import refuse_model
 from suite_plugins.selection import covering
 from trainer_support import grids
 from trainer_support.forking import fork_server

@@ -14,7 +14,7 @@ import pytest
 
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.serving.serving_engine import ServingEngine
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
@@ -253,9 +253,9 @@ def test_adapter_without_head_is_refused_if_the_base_has_none(
 def test_adapter_of_another_task_or_base_is_refused(
     base: Path, folders: dict[str, Path], tmp_path: Path, tiny_bert: Callable[..., Path]
 ) -> None:
-    from finetune_trainer.adapter_card import AdapterCard
-    from finetune_trainer.adapters import head_modules
-    from finetune_trainer.models import weights_digest
+    from finetune_trainer.models.adapter_card import AdapterCard
+    from finetune_trainer.models.adapters import head_modules
+    from finetune_trainer.models.loading import weights_digest
 
     model = ServingEngine.load(job_of(base, {}), JobPaths(tmp_path / "plain")).answerer.model
     digest = weights_digest(model, without=head_modules(model))

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.serving import http_json
+from finetune_trainer.serving.protocols import http_json
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
 from trainer_support.served import Served, served
@@ -206,7 +206,7 @@ def test_many_mixed_requests_leave_no_memory_descriptor_or_thread(model: Path, t
 
 @pytest.mark.parametrize("rung", ["bf16", "onnx"])
 def test_rung_by_name_answers_within_its_tolerance(model: Path, tmp_path: Path, rung: str) -> None:
-    from finetune_trainer.failures import StageError
+    from finetune_trainer.core.failures import StageError
 
     request = {"inputs": ["a good film", "bad", "a film a film"]}
     with served(job_of(model), JobPaths(tmp_path / "plain")) as server:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from finetune_trainer.serving.protocols.text_pieces import TextPieces
 from finetune_trainer.serving.stop_texts import StopFilter, first_stop
-from finetune_trainer.serving.text_pieces import TextPieces
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.serving.fair_lock import FairLock
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until

@@ -12,11 +12,11 @@ import pytest
 
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import CheckpointSchedule, Strategy
-from finetune_trainer import tensor_files
-from finetune_trainer.checkpoints import Checkpoint, CheckpointStore
-from finetune_trainer.failures import StageError
-from finetune_trainer.files import entries_of
-from finetune_trainer.spread_hashing import SpreadHashing, divided
+from finetune_trainer.checkpoint import tensor_files
+from finetune_trainer.checkpoint.checkpoints import Checkpoint, CheckpointStore
+from finetune_trainer.checkpoint.spread_hashing import SpreadHashing, divided
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.files import entries_of
 from finetune_trainer.strategies.shard_files import INDEX, read_index, read_state, stage_state
 from trainer_support.forking import fork_server
 from trainer_support.tasks import largest_difference, write_decoder

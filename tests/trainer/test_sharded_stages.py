@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from finetune_contract.trainer_job import Pipeline, Strategy
-from finetune_trainer.tensor_files import mapped_tensors
+from finetune_trainer.checkpoint.tensor_files import mapped_tensors
 from process_support import uneven_replicas
 from trainer_support.forking import fork_server
 

@@ -14,9 +14,9 @@ import pytest
 from finetune_contract.inference_settings import Generation
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer import spark
-from finetune_trainer.failures import StageError
-from finetune_trainer.inference import predict as stage
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.progress import NoProgress
+from finetune_trainer.predict import predict as stage
 from trainer_support.spark_submit import skip_without_spark
 from trainer_support.tasks import predictions, task_job, texts, write_decoder, write_encoder_decoder, write_lines
 

@@ -16,10 +16,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from finetune_contract.trainer_job import Strategy
-from finetune_trainer.stored_weights import as_stored, log_private_weights, private_bytes
-from finetune_trainer.strategies import whole_answers
-from finetune_trainer.strategies.whole_answers import fp32_by_block, shared_from_first
-from finetune_trainer.tensor_files import mapped_tensors
+from finetune_trainer.checkpoint.tensor_files import mapped_tensors
+from finetune_trainer.models.stored_weights import as_stored, log_private_weights, private_bytes
+from finetune_trainer.strategies.splitting import whole_answers
+from finetune_trainer.strategies.splitting.whole_answers import fp32_by_block, shared_from_first
 from trainer_support.forking import fork_server
 
 HALF = torch.bfloat16
@@ -140,7 +140,7 @@ def test_log_has_the_weights_that_are_not_mapped_from_files(
     mapped.lm_head.weight.data = mapped.lm_head.weight.data.clone()
     head = mapped.lm_head.weight.nbytes
     assert private_bytes(mapped.parameters()) == head
-    monkeypatch.setattr("finetune_trainer.stored_weights._WORTH_WARNING", head)
+    monkeypatch.setattr("finetune_trainer.models.stored_weights._WORTH_WARNING", head)
     with caplog.at_level(logging.INFO):
         log_private_weights(mapped)
     assert f"holds {head / 2**30:.2f} of its {size / 2**30:.2f} GiB in its own memory" in caplog.text

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from finetune_contract.layout import ENV_STACKS_SECONDS
-from finetune_trainer.progress import NoProgress
-from finetune_trainer.stacks import with_stacks
+from finetune_trainer.core.progress import NoProgress
+from finetune_trainer.stage.stacks import with_stacks
 from suite_plugins.patience import patient
 
 PROGRAM = """
 import ctypes, sys, time
-from finetune_trainer.progress import NoProgress
-from finetune_trainer.stacks import as_rank, with_stacks
+from finetune_trainer.core.progress import NoProgress
+from finetune_trainer.stage.stacks import as_rank, with_stacks
 
 def hangs():
     sys.setswitchinterval(1e9)  # nobody else gets the interpreter's lock while this one counts

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from finetune_contract.layout import FailureClass, JobPaths
-from finetune_trainer.data.prepare import prepare
-from finetune_trainer.failures import StageError
-from finetune_trainer.progress import NoProgress
-from finetune_trainer.storage import storage_errors_named
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.progress import NoProgress
+from finetune_trainer.core.storage import storage_errors_named
+from finetune_trainer.prepare.prepare import prepare
 from trainer_support.tasks import task_job, training_of, write_lines
 
 MIB = 1 << 20

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel
 
 from finetune_contract.trainer_job import Adapter
-from finetune_trainer.stored_weights import as_stored, in_training_type, narrow_weights
+from finetune_trainer.models.stored_weights import as_stored, in_training_type, narrow_weights
 from finetune_trainer.training import run as training_run
 from trainer_support.families import FAMILIES, write_family
 
@@ -236,7 +236,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 from finetune_contract.trainer_job import Adapter
-from finetune_trainer.stored_weights import as_stored
+from finetune_trainer.models.stored_weights import as_stored
 
 def private():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()

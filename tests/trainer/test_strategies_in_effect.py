@@ -10,7 +10,7 @@ import pytest
 
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import Strategy, World
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.failures import StageError
 
 
 @pytest.fixture(scope="module")
@@ -257,8 +257,8 @@ def test_operator_missing_in_the_image_is_reported_before_the_set_up(
 def test_sequence_parallelism_refuses_other_attention_and_meshes(group, bench):
     import torch
 
-    from finetune_trainer.strategies.sequence import SequenceParallel, SlicedAttention
     from finetune_trainer.strategies.single import Single
+    from finetune_trainer.strategies.splitting.sequence import SequenceParallel, SlicedAttention
     from process_support.sliced import decoder
 
     training = bench.job.training

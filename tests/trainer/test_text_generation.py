@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune_contract.choices import Stage
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data import row_shards
 from finetune_trainer.data.packing import best_fit
-from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.failures import StageError
-from finetune_trainer.inference.evaluate import evaluate
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.inference.runner import answers_of
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.predict.evaluate import evaluate
+from finetune_trainer.predict.predict import predict
+from finetune_trainer.predict.runner import answers_of
+from finetune_trainer.prepare.prepare import prepare
 from finetune_trainer.tasks.task_protocol import Coding
 from finetune_trainer.tasks.text_generation import TextGeneration
 from trainer_support.tasks import (

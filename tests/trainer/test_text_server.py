@@ -12,12 +12,12 @@ import pytest
 
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.data.prepare import prepare
-from finetune_trainer.failures import StageError
-from finetune_trainer.inference.optimization import choosing, text_server
-from finetune_trainer.inference.optimization.rung_table import RungTable
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.progress import NoProgress
+from finetune_trainer.predict.backends import choosing, text_server
+from finetune_trainer.predict.backends.backend_table import RungTable
+from finetune_trainer.predict.predict import predict
+from finetune_trainer.prepare.prepare import prepare
 from trainer_support.openai_peer import OpenAIPeer, listening, peer_of
 from trainer_support.tasks import WORDS, read_lines, write_decoder, write_lines
 

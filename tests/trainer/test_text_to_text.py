@@ -15,12 +15,12 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.trainer_pt_utils import LabelSmoother
 
 from finetune_contract.layout import FailureClass, JobPaths
-from finetune_trainer.data.prepare import prepare
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.failures import StageError
-from finetune_trainer.inference.evaluate import evaluate
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.predict.evaluate import evaluate
+from finetune_trainer.predict.predict import predict
+from finetune_trainer.prepare.prepare import prepare
 from finetune_trainer.tasks.task_protocol import Coding
 from finetune_trainer.tasks.text_to_text import bleu, rouge, summarization
 from finetune_trainer.training.order import EpochOrder

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.data.prepare import prepare
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.failures import StageError
-from finetune_trainer.inference.evaluate import evaluate
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.models import load_tokenizer
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.models.loading import load_tokenizer
+from finetune_trainer.predict.evaluate import evaluate
+from finetune_trainer.predict.predict import predict
+from finetune_trainer.prepare.prepare import prepare
 from finetune_trainer.tasks.token_classification import TokenClassification, _owned
 from trainer_support.tasks import (
     INFERENCE,
@@ -383,7 +383,7 @@ def test_tags_that_are_no_entities_are_judged_one_by_one(models: dict[str, Path]
 
 
 def test_the_card_and_the_report_are_of_a_tagger(models: dict[str, Path], data: Path, paths: JobPaths) -> None:
-    from finetune_trainer.reporting import write_pages
+    from finetune_trainer.report.reporting import write_pages
 
     job = trained(a_job(models["bert"], data), paths)
     evaluate(job, paths, NoProgress())

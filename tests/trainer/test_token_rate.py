@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from finetune_trainer.inference.token_rate import TokenRate, token_throughput
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.core.progress import NoProgress
+from finetune_trainer.predict.token_rate import TokenRate, token_throughput
 
 
 class Updates(NoProgress):

@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from finetune_contract.facts import ModelFacts
 from finetune_contract.plans import COUNTED_FAMILIES
 from finetune_contract.trainer_job import Strategy, TrainerJob, World
-from finetune_operator.planning.activation_shapes import counted_shapes
-from finetune_operator.planning.memory_workload import Workload
-from finetune_trainer.measured_facts import model_facts
-from finetune_trainer.traced_layer import TracedBlock, traced_block
+from finetune_operator.plan.memory.activation_shapes import counted_shapes
+from finetune_operator.plan.memory.memory_workload import Workload
+from finetune_trainer.report.measured_facts import model_facts
+from finetune_trainer.report.traced_layer import TracedBlock, traced_block
 
 ROWS, LENGTH = 2, 96
 SIZES: dict[str, Any] = {

@@ -12,8 +12,8 @@ import pytest
 
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import CheckpointSchedule
-from finetune_trainer.checkpoints import identity
-from finetune_trainer.failures import StageError
+from finetune_trainer.checkpoint.checkpoints import identity
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.training.tracking import Tracked, refuse_missing_trackers, tracking
 from finetune_trainer.training.training_arguments import refuse_bad_arguments
 

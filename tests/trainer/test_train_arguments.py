@@ -119,11 +119,11 @@ def loop_of(bench, tmp_path: Path) -> Callable[..., TrainingLoop]:
     """Return a function that sets up a loop with these training fields on the tiny model, in this process."""
 
     def made(**training: Any) -> TrainingLoop:
+        from finetune_trainer.core.interruption import Interruption
+        from finetune_trainer.core.progress import NoProgress
         from finetune_trainer.data.prepared import PreparedData
-        from finetune_trainer.progress import NoProgress
         from finetune_trainer.strategies.single import Single
         from finetune_trainer.tasks.task_registry import task_of
-        from finetune_trainer.training.interruption import Interruption
         from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
         from finetune_trainer.training.run_observers import SilentObserver
         from finetune_trainer.training.stopping import NeverStop
@@ -179,7 +179,7 @@ def test_argument_is_in_effect(name: str, loop_of):
     [("adamw", "optim_args", "momentum=0.5"), ("sgd", "adam_beta2", 0.9), ("adafactor", "adam_epsilon", 1e-6)],
 )
 def test_argument_of_another_optimizer_is_refused(optimizer: str, name: str, value: Any, loop_of):
-    from finetune_trainer.failures import StageError
+    from finetune_trainer.core.failures import StageError
 
     with pytest.raises(StageError, match=f"{name} has no effect with training.optimizer {optimizer}"):
         loop_of(optimizer=optimizer, arguments={name: value})
@@ -213,7 +213,7 @@ def test_liger_kernels_are_applied_with_their_settings(loop_of, monkeypatch):
 
 
 def test_tf32_is_refused_where_no_gpu_has_it(loop_of):
-    from finetune_trainer.failures import StageError
+    from finetune_trainer.core.failures import StageError
 
     with pytest.raises(StageError, match="tf32 requires Ampere or a newer GPU"):
         loop_of(arguments={"tf32": True})

@@ -17,18 +17,17 @@ from finetune_contract.facts import DeviceFacts
 from finetune_contract.layout import FailureClass
 from finetune_contract.measured_devices import MeasuredDevices
 from finetune_contract.trainer_job import MOST_SAVING, CheckpointSchedule, EarlyStopping, Strategy
-from finetune_trainer.checkpoints import identity
+from finetune_trainer.checkpoint.checkpoints import identity
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.interruption import Interruption
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.failures import StageError
-from finetune_trainer.reporting import merge_metrics
+from finetune_trainer.report.reporting import merge_metrics
 from finetune_trainer.strategies.shard_files import StagedState
 from finetune_trainer.tasks.task_registry import task_module
-from finetune_trainer.training.background_work import BackgroundWork
 from finetune_trainer.training.dealing import Deal
 from finetune_trainer.training.engine import Engine, StepFigures
-from finetune_trainer.training.interruption import Interruption
 from finetune_trainer.training.reference_answers import ReferenceAnswers
-from finetune_trainer.training.saving import RunSaver
+from finetune_trainer.training.saving import BackgroundWork, RunSaver
 from finetune_trainer.training.validation_rounds import Validation
 from suite_plugins.patience import patient
 from trainer_support.forking import fork_server
@@ -348,7 +347,7 @@ def test_preemption_reports_the_last_step(here, monkeypatch):
         requested = property(lambda _: next(steps), lambda *_: None)  # type: ignore[assignment]
 
     monkeypatch.setattr(Engine, "runs_ahead", True)
-    monkeypatch.setattr("finetune_trainer.training.interruption.Interruption", InThirdStep)
+    monkeypatch.setattr("finetune_trainer.core.interruption.Interruption", InThirdStep)
     run = here.with_training(max_steps=7, checkpoints=CheckpointSchedule(every_steps=99, keep=1, on_preemption=False))
     with pytest.raises(StageError) as caught:
         run.train_here()
@@ -572,14 +571,14 @@ def test_deepspeed_section_that_replaces_a_field_is_refused(section: str, bench)
 
 @pytest.mark.parametrize("uri", ["hf:///etc/passwd", "hf://../../etc", "hf://our/../evil/x", "hf://a/b/c", "hf://a--b"])
 def test_a_name_that_could_lead_elsewhere_is_no_model_of_the_hub(uri: str):
-    from finetune_trainer.models import resolve_model
+    from finetune_trainer.models.loading import resolve_model
 
     with pytest.raises(StageError, match="not a name of a repository on the Hub"):
         resolve_model(uri)
 
 
 def test_a_folder_never_takes_the_place_of_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from finetune_trainer.models import resolve_model
+    from finetune_trainer.models.loading import resolve_model
 
     monkeypatch.chdir(tmp_path)
     assert resolve_model("hf://our-organisation/model")[0] == "our-organisation/model"
@@ -589,7 +588,7 @@ def test_a_folder_never_takes_the_place_of_a_model_of_the_hub(tmp_path: Path, mo
 
 
 def test_a_revision_of_a_model_that_is_not_on_the_hub_is_refused(tiny_model: Path):
-    from finetune_trainer.models import resolve_model
+    from finetune_trainer.models.loading import resolve_model
 
     assert resolve_model(f"file://{tiny_model}")[0] == str(tiny_model)
     with pytest.raises(StageError, match=r"model.revision is 'v2', but file://.* is not on the Hub"):

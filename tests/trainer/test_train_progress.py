@@ -19,8 +19,8 @@ import pytest
 from finetune_contract.choices import Stage
 from finetune_contract.layout import ENV_KUBEFLOW_CA, ENV_KUBEFLOW_TOKEN, ENV_KUBEFLOW_URL, ENV_PROGRESS
 from finetune_contract.report import KubeflowUpdate, Progress
-from finetune_trainer import progress
-from finetune_trainer.progress import KubeflowProgress, NoProgress, ProgressReporter, Throttle, progress_for
+from finetune_trainer.core import progress
+from finetune_trainer.core.progress import KubeflowProgress, NoProgress, ProgressReporter, Throttle, progress_for
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
 

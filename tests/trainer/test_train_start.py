@@ -13,7 +13,7 @@ from finetune_contract import arguments as contract
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import FailureReport, TrainerReport
-from finetune_trainer.distributed import (
+from finetune_trainer.core.distributed import (
     ProcessWorld,
     device_index,
     discover,
@@ -21,8 +21,8 @@ from finetune_trainer.distributed import (
     refuse_missing_gpu,
     settle_environment,
 )
-from finetune_trainer.failures import StageError
-from finetune_trainer.outcome import report_path, write_report
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.outcome import report_path, write_report
 
 OMPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -214,7 +214,7 @@ def test_reports_are_written_to_the_requested_path_by_rank(tmp_path: Path):
 
 
 def test_a_history_goes_on_from_the_resumed_step_without_a_cut_off_line(tmp_path: Path):
-    from finetune_trainer.training.history import History
+    from finetune_trainer.report.history import History
 
     history = History(tmp_path / "history.jsonl")
     history.begin(0)
@@ -229,7 +229,7 @@ def test_a_history_goes_on_from_the_resumed_step_without_a_cut_off_line(tmp_path
 
 
 def test_figures_of_a_run_by_an_older_image_cover_the_later_steps(caplog):
-    from finetune_trainer.training.history import RunFigures
+    from finetune_trainer.report.history import RunFigures
 
     # As the first release wrote it, as the next one did, and as today's.
     first = {"step": 1, "loss": 4.0}
@@ -261,7 +261,7 @@ def test_figures_of_a_run_by_an_older_image_cover_the_later_steps(caplog):
 
 
 def test_first_and_last_loss_are_means_over_a_twentieth_of_the_steps(caplog):
-    from finetune_trainer.training.history import RunFigures
+    from finetune_trainer.report.history import RunFigures
 
     lines = [{"step": at, "loss": loss} for at, loss in enumerate([4.0, *([2.0] * 38), 1.0], start=1)]
     assert RunFigures(lines).losses() == {"loss_first": 3.0, "loss_last": 1.5}

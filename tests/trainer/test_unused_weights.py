@@ -21,7 +21,7 @@ def loss_of(model: Any) -> Any:
 
 
 def test_model_that_uses_all_weights_needs_no_look(tiny_model: Path):
-    from finetune_trainer.training.unused_weights import may_leave_weights_unused
+    from finetune_trainer.training.passes.unused_weights import may_leave_weights_unused
 
     model = tiny(tiny_model)
     assert not may_leave_weights_unused(model, loss_of)
@@ -32,7 +32,7 @@ def test_model_that_uses_all_weights_needs_no_look(tiny_model: Path):
 def test_weight_that_no_loss_depends_on_counts_unless_it_is_frozen(tiny_model: Path):
     import torch
 
-    from finetune_trainer.training.unused_weights import may_leave_weights_unused
+    from finetune_trainer.training.passes.unused_weights import may_leave_weights_unused
 
     model = tiny(tiny_model)
     model.spare = torch.nn.Linear(2, 2)
@@ -43,7 +43,7 @@ def test_weight_that_no_loss_depends_on_counts_unless_it_is_frozen(tiny_model: P
 
 @pytest.mark.parametrize(("name", "value"), [("layerdrop", 0.1), ("num_local_experts", 4)])
 def test_model_that_chooses_layers_or_experts_counts(name: str, value: float, tiny_model: Path):
-    from finetune_trainer.training.unused_weights import may_leave_weights_unused
+    from finetune_trainer.training.passes.unused_weights import may_leave_weights_unused
 
     model = tiny(tiny_model)
     setattr(model.config, name, value)
@@ -55,7 +55,7 @@ def test_model_that_chooses_layers_or_experts_counts(name: str, value: float, ti
 def test_random_numbers_of_the_training_are_not_drawn(tiny_model_with_dropout: Path):
     import torch
 
-    from finetune_trainer.training.unused_weights import may_leave_weights_unused
+    from finetune_trainer.training.passes.unused_weights import may_leave_weights_unused
 
     model = tiny(tiny_model_with_dropout)
     before = torch.random.get_rng_state()

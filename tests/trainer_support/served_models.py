@@ -9,9 +9,9 @@ from typing import Any
 
 from finetune_contract.inference_settings import Serving
 from finetune_contract.layout import JobPaths
-from finetune_trainer.data.prepare import prepare
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.core.progress import NoProgress
+from finetune_trainer.predict.predict import predict
+from finetune_trainer.prepare.prepare import prepare
 from trainer_support.served import Served, served
 from trainer_support.tasks import predictions, task_job, write_decoder, write_encoder_decoder, write_lines
 

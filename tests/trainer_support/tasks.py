@@ -83,9 +83,9 @@ def train_here(job: TrainerJob, paths: JobPaths, **how: Any) -> None:
     """Train in this process: strategy single only, and without the additions of `__main__`, as start-up is the slowest
     part of a stage. `how`: further arguments of `train`.
     """
-    from finetune_trainer.distributed import ProcessWorld
-    from finetune_trainer.progress import NoProgress
-    from finetune_trainer.training.interruption import Interruption
+    from finetune_trainer.core.distributed import ProcessWorld
+    from finetune_trainer.core.interruption import Interruption
+    from finetune_trainer.core.progress import NoProgress
     from finetune_trainer.training.run import train
 
     freeze_heap()
@@ -103,8 +103,8 @@ def freeze_heap() -> None:
 
 def trained(job: TrainerJob, paths: JobPaths, **how: Any) -> TrainerJob:
     """Run the stages prepare and train, and return the job; `how`: further arguments of `train`."""
-    from finetune_trainer.data.prepare import prepare
-    from finetune_trainer.progress import NoProgress
+    from finetune_trainer.core.progress import NoProgress
+    from finetune_trainer.prepare.prepare import prepare
 
     prepare(job, paths, NoProgress())
     train_here(job, paths, **how)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from finetune_contract.trainer_job import TrainerJob
-from finetune_operator.cli.adapter_folders import adapter_folder, is_adapter, named_adapters
 from finetune_operator.cli.commands.serve_command import _job_of_base, _with_serving
-from finetune_operator.cli.console import UsageError
+from finetune_operator.cli.local.adapter_folders import adapter_folder, is_adapter, named_adapters
+from finetune_operator.cli.terminal.console import UsageError
 
 
 def write_adapter(folder: Path, **config: Any) -> Path:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
-from finetune_operator.launchers.launcher_rows import LauncherName
-from finetune_operator.reconcile.admission import JOBS, NoReviewError
-from finetune_operator.reconcile.observed import job_view
-from finetune_operator.reconcile.reconcile_types import JobView
-from finetune_operator.shell.webhook import Reviewing, answered, with_authority
+from finetune_operator.controller.servers.webhook import Reviewing, answered, with_authority
+from finetune_operator.jobs.admission import JOBS, NoReviewError
+from finetune_operator.jobs.observed import job_view
+from finetune_operator.jobs.state.decision_types import JobView
+from finetune_operator.spec.launcher_rows import LauncherName
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, Settings
 from kopf_support import answering
 
 SPEC: dict[str, Any] = {

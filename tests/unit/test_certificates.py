@@ -22,10 +22,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from cryptography.x509.verification import PolicyBuilder, Store
 
 from cluster_support.self_signed import Certificate, for_loopback
-from finetune_operator.api.settings import CLUSTER_SETTINGS
-from finetune_operator.reconcile.admission import JOBS
-from finetune_operator.rendering.render_types import Manifest
-from finetune_operator.shell.certificates import (
+from finetune_operator.controller.servers.certificates import (
     LEAF_LIFE,
     SECRET_NAME,
     CertificateKeeper,
@@ -35,7 +32,10 @@ from finetune_operator.shell.certificates import (
     make,
     server_names,
 )
-from finetune_operator.shell.webhook import BOUNDS, ClientAuthorities, FolderCertificate, WebhookServer
+from finetune_operator.controller.servers.webhook import BOUNDS, ClientAuthorities, FolderCertificate, WebhookServer
+from finetune_operator.jobs.admission import JOBS
+from finetune_operator.jobs.render.render_types import Manifest
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS
 from kopf_support import answering
 
 NOW = datetime.now(UTC).replace(microsecond=0)

@@ -27,9 +27,9 @@ from box_support.chaos_schedule import (
     possible_ends,
     schedule,
 )
-from finetune_operator.api.settings import CLUSTER_SETTINGS
-from finetune_operator.api.types import API_VERSION, KIND
-from finetune_operator.api.validation import validate_job
+from finetune_operator.spec.checks.validation import validate_job
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS
+from finetune_operator.spec.types import API_VERSION, KIND
 
 SEEDS = range(40)
 PREPARE, TRAIN, EVALUATE = "prepare", "train", "evaluate"

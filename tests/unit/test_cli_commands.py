@@ -14,14 +14,14 @@ import yaml
 
 from finetune_command import finetune as run_finetune
 from finetune_contract.inference_settings import CPU_BATCH_TOKENS
-from finetune_operator.api.settings import CLUSTER_SETTINGS
-from finetune_operator.cli.job_files import read_inputs
+from finetune_operator.cli.files.job_files import read_inputs
 from finetune_operator.cli.main import COMMANDS, load
-from finetune_operator.launchers.launcher_registry import render
-from finetune_operator.launchers.launcher_rows import LauncherName
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts
-from finetune_operator.rendering.render_types import RenderContext
+from finetune_operator.jobs.launchers.launcher_registry import render
+from finetune_operator.jobs.render.render_types import RenderContext
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.types.plan_types import Facts
+from finetune_operator.spec.launcher_rows import LauncherName
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS
 from suite_plugins.patience import patient
 
 ROOT = Path(__file__).parents[2]
@@ -452,12 +452,18 @@ def test_list_of_commands_shows_the_first_line_of_each_help() -> None:
     assert [listed.summary for listed in COMMANDS.values() if len(listed.summary) > 80 - longest - 6] == []
 
 
-HEAVY = ("rich", "yaml", "asyncio", "requests", "kubernetes", "finetune_contract", "finetune_operator.api")
-FAULTS = ("crd", *(f"hints.{name}" for name in ("faulty_fields", "foreign_table", "unknown_names", "wrong_values")))
+HEAVY = ("rich", "yaml", "asyncio", "requests", "kubernetes", "finetune_contract", "finetune_operator.spec.types")
+FAULTS = (
+    "schema.crd",
+    *(f"hints.{name}" for name in ("faulty_fields", "foreign_table", "unknown_names", "wrong_values")),
+)
 CHECKS = (
-    *("rich", "asyncio", "requests", "kubernetes", "finetune_contract.trainer_job", "finetune_operator.planning"),
-    *("finetune_operator.settings_file", "finetune_operator.documents.repairs"),
-    *(f"finetune_operator.api.{name}" for name in (*FAULTS, "pod_types", "template", "settings_check")),
+    *("rich", "asyncio", "requests", "kubernetes", "finetune_contract.trainer_job", "finetune_operator.plan"),
+    *("finetune_operator.documents.settings_file", "finetune_operator.documents.repairs"),
+    *(
+        f"finetune_operator.spec.{name}"
+        for name in (*FAULTS, "types.pod_types", "checks.template", "checks.settings_check")
+    ),
 )
 
 
@@ -468,7 +474,7 @@ CHECKS = (
         ("<TAB>", HEAVY, 310),
         ("plan --<TAB>", HEAVY, 310),
         ("status --help", HEAVY, 310),
-        ("validate job.yaml", CHECKS, 368),
+        ("validate job.yaml", CHECKS, 375),
     ],
 )
 def test_command_imports_only_required_modules(
@@ -508,7 +514,7 @@ def test_check_of_a_valid_job_builds_no_shapes_and_few_validators(tmp_path: Path
         "sys.argv = ['finetune', 'validate', 'job.yaml']\n"
         "try: main()\n"
         "finally:\n"
-        "    from finetune_operator.api import shapes, types\n"
+        "    from finetune_operator.spec import types\n    from finetune_operator.spec.fields import shapes\n"
         "    print(shapes.spec_shape.cache_info().misses)\n"
         "    models = [*types.FineTuneJob.__bases__[0].__subclasses__(), *types.SpecModel.__subclasses__()]\n"
         "    print(*sorted(model.__name__ for model in models if model.__pydantic_complete__ and model.model_fields))\n"

@@ -18,9 +18,9 @@ import browser
 from finetune_command import finetune
 from finetune_contract.choices import Stage
 from finetune_contract.report import TrainerReport
-from finetune_operator.api.types import FailureStatus
-from finetune_operator.cli.comparing import Comparison, compare, page, print_comparison
-from finetune_operator.cli.runfolders import NoRunError, find_runs
+from finetune_operator.extras.compare.comparing import Comparison, compare, page, print_comparison
+from finetune_operator.extras.compare.runfolders import NoRunError, find_runs
+from finetune_operator.spec.types import FailureStatus
 
 HOSTILE = "<script>alert(1)</script>&"
 METRICS = {"accuracy": 0.9, "loss": 0.3, "mood": 1.0, "rows": 100, "split": "test"}

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.api.settings_check import check_settings
-from finetune_operator.cli.doctor_findings import Finding, Known, Surroundings, judge
+from finetune_operator.cli.cluster.doctor_findings import Finding, Known, Surroundings, judge
+from finetune_operator.spec.checks.settings_check import check_settings
 from planning_support.cases import job
 
 IMAGE = "registry.example.com/trainer:1"

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from finetune_contract.choices import Stage
-from finetune_operator.cli import hub_reach, local_run
-from finetune_operator.cli.local_request import RunRequest, RunResult
+from finetune_operator.cli.local import hub_reach, local_run
+from finetune_operator.cli.local.local_request import RunRequest, RunResult
 from finetune_operator.cli.main import app
 
 JOB = """\

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from finetune_command import finetune as run_finetune
-from finetune_operator.cli import hub_reach
+from finetune_operator.cli.local import hub_reach
 
 JOB = """\
 apiVersion: finetune.dev/v1alpha1

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from finetune_command import finetune
-from finetune_operator.cli.images import moved
+from finetune_operator.cli.files.images import moved
 
 DIGEST = f"sha256:{'a' * 64}"
 JOB: dict[str, Any] = {

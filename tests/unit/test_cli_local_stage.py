@@ -12,13 +12,13 @@ from finetune_contract.choices import Stage
 from finetune_contract.facts import DeviceFacts, HardwareFacts
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.report import FailureReport, TrainerReport
-from finetune_operator.api.settings import LOCAL_SETTINGS
-from finetune_operator.api.types import FailureStatus
-from finetune_operator.cli.local_run import note_fewer_processes, note_idle_gpus
-from finetune_operator.cli.local_stage import LOG_LINES, failure_of, stage_command
-from finetune_operator.cli.result_tables import print_failure
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts
+from finetune_operator.cli.local.local_run import note_fewer_processes, note_idle_gpus
+from finetune_operator.cli.local.local_stage import LOG_LINES, failure_of, stage_command
+from finetune_operator.cli.terminal.result_tables import print_failure
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.types.plan_types import Facts
+from finetune_operator.spec.settings.settings import LOCAL_SETTINGS
+from finetune_operator.spec.types import FailureStatus
 from planning_support.cases import job
 
 

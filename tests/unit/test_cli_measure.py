@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from finetune_operator.cli.measure import MEMORY_STEP, free_part, own_hardware
+from finetune_operator.cli.local.measure import MEMORY_STEP, free_part, own_hardware
 
 GIB = 1024**3
 

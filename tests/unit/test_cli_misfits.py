@@ -12,11 +12,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
-from finetune_operator.cli.job_files import read_inputs
+from finetune_operator.cli.files.job_files import read_inputs
 from finetune_operator.cli.main import app
-from finetune_operator.planning.plan import misfits
-from finetune_operator.planning.plan_types import Facts
+from finetune_operator.plan.plan import misfits
+from finetune_operator.plan.types.plan_types import Facts
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
 
 EXAMPLES = Path(__file__).parents[2] / "manifests/examples"
 

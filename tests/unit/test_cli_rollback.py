@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.cli.awaiting import Goal, has_reached
-from finetune_operator.cli.cluster_jobs import ClusterError, ClusterJob, parse_job
-from finetune_operator.cli.rolling_back import Rollback, rollback
+from finetune_operator.cli.cluster.awaiting import Goal, has_reached
+from finetune_operator.cli.cluster.cluster_jobs import ClusterError, ClusterJob, parse_job
+from finetune_operator.cli.cluster.rolling_back import Rollback, rollback
 
 NOW = "2026-01-05T10:00:00Z"
 KEY = "finetune.dev/rollback"

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.api.settings import LOCAL_SETTINGS
-from finetune_operator.cli.local_request import RunRequest
-from finetune_operator.cli.local_run import _Run
-from finetune_operator.cli.workspace import LOCAL_STAGES
-from finetune_operator.planning.assumed_hardware import parse_hardware
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts
+from finetune_operator.cli.local.local_request import RunRequest
+from finetune_operator.cli.local.local_run import _Run
+from finetune_operator.cli.local.workspace import LOCAL_STAGES
+from finetune_operator.plan.hardware.assumed_hardware import parse_hardware
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.types.plan_types import Facts
+from finetune_operator.spec.settings.settings import LOCAL_SETTINGS
 from planning_support.cases import BERT, job
 
 KEPT: dict[str, tuple[dict[str, Any], int, bool, str]] = {

@@ -14,12 +14,9 @@ import yaml
 from finetune_contract.choices import Stage
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import Progress, TrainerReport
-from finetune_operator.api.types import FineTuneJob, ProgressStatus
-from finetune_operator.cli.display import Tail, duration, latest
-from finetune_operator.cli.environment import trainer_environment
-from finetune_operator.cli.job_files import absolute_uri, read_inputs
-from finetune_operator.cli.progress_text import figures, figures_with_age
-from finetune_operator.cli.workspace import (
+from finetune_operator.cli.files.job_files import absolute_uri, read_inputs
+from finetune_operator.cli.local.environment import trainer_environment
+from finetune_operator.cli.local.workspace import (
     LOCAL_STAGES,
     BusyError,
     DifferentJobError,
@@ -31,6 +28,9 @@ from finetune_operator.cli.workspace import (
     move_earlier_results,
     record_inputs,
 )
+from finetune_operator.cli.terminal.display import Tail, duration, latest
+from finetune_operator.cli.terminal.progress_text import figures, figures_with_age
+from finetune_operator.spec.types import FineTuneJob, ProgressStatus
 
 
 def job(folder: Path, **changes: Any) -> FineTuneJob:
@@ -276,7 +276,7 @@ def test_results_of_training_are_renamed_and_prepared_data_stays(paths: JobPaths
 
 def test_lock_names_its_owner_and_ends_with_its_process(tmp_path: Path) -> None:
     program = (
-        "import sys, time; from pathlib import Path; from finetune_operator.cli.workspace import locked\n"
+        "import sys, time; from pathlib import Path; from finetune_operator.cli.local.workspace import locked\n"
         "with locked(Path(sys.argv[1]), 'one'): print('ready', flush=True); time.sleep(600)"
     )
     other = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)

@@ -11,15 +11,15 @@ import yaml
 from typer.testing import CliRunner
 
 from finetune_contract.arguments import FREE, OWNED_BY_PLAN, known_arguments
-from finetune_operator.api.copied import ARGUMENTS, COPIED, SAME, settle
-from finetune_operator.api.notices import HIGH_RATES, notices
-from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
-from finetune_operator.api.shapes import find, spec_shape
-from finetune_operator.api.types import FineTuneJob
-from finetune_operator.api.validation import validate_job
 from finetune_operator.cli.main import app
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.types.plan_types import Facts
+from finetune_operator.spec.checks.copied import ARGUMENTS, COPIED, SAME, settle
+from finetune_operator.spec.checks.notices import HIGH_RATES, notices
+from finetune_operator.spec.checks.validation import validate_job
+from finetune_operator.spec.fields.shapes import find, spec_shape
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
+from finetune_operator.spec.types import FineTuneJob
 from mending import job_document
 
 

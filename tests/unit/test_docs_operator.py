@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import get_args
 
 from finetune_contract.layout import ENV_KUBEFLOW_CA, ENV_KUBEFLOW_TOKEN, ENV_KUBEFLOW_URL
-from finetune_operator.api.types import ConditionType, Phase
-from finetune_operator.reconcile.remedies import REMEDIES, Remedy
-from finetune_operator.shell.progress_protocol import progress_of, update_of
+from finetune_operator.controller.servers.progress_protocol import progress_of, update_of
+from finetune_operator.jobs.outcomes.remedies import REMEDIES, Remedy
+from finetune_operator.spec.types import ConditionType, Phase
 
 TEXT = (Path(__file__).parents[2] / "docs" / "operator.md").read_text(encoding="utf-8")
 REMEDY_TEXTS = {

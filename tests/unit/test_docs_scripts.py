@@ -8,12 +8,12 @@ import re
 import yaml
 
 from finetune_contract.layout import EXIT_CODES, SCRIPT_VARIABLES, FailureClass
-from finetune_operator.api.settings import Settings
-from finetune_operator.api.template import template_problems
-from finetune_operator.api.types import FineTuneJobSpec
-from finetune_operator.api.validation import validate_job
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.types.plan_types import Facts
+from finetune_operator.spec.checks.template import template_problems
+from finetune_operator.spec.checks.validation import validate_job
+from finetune_operator.spec.settings.settings import Settings
+from finetune_operator.spec.types import FineTuneJobSpec
 from script_support.programs import PAGE, documented
 
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from each_case import each_case
-from finetune_operator.api.problems import Problem, describe_value, format_path
 from finetune_operator.documents import (
     MAX_BYTES,
     MAX_DOCUMENTS,
@@ -24,6 +23,7 @@ from finetune_operator.documents import (
     read_documents,
 )
 from finetune_operator.documents.nodes import MAX_DEPTH, MAX_NODES
+from finetune_operator.spec.problems import Problem, describe_value, format_path
 from suite_plugins.fuzz import examples
 
 SCALARS: dict[str, JsonValue] = {

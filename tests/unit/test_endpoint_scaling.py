@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.api.network_types import Peer
-from finetune_operator.api.settings import CLUSTER_SETTINGS, Network, Settings
-from finetune_operator.api.settings_check import check_settings
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts
-from finetune_operator.reconcile.autoscaling import INACTIVE_SECONDS, autoscaler_view, has_autoscaler
-from finetune_operator.reconcile.endpoint_parts import is_due
-from finetune_operator.rendering.endpoint_objects import REQUESTS_IN_FLIGHT, revision_digest
-from finetune_operator.rendering.render_types import RenderContext
+from finetune_operator.endpoints.decide.autoscaling import INACTIVE_SECONDS, autoscaler_view, has_autoscaler
+from finetune_operator.endpoints.decide.endpoint_parts import is_due
+from finetune_operator.endpoints.render.endpoint_objects import REQUESTS_IN_FLIGHT, revision_digest
+from finetune_operator.jobs.render.render_types import RenderContext
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.types.plan_types import Facts
+from finetune_operator.spec.checks.settings_check import check_settings
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, Network, Settings
+from finetune_operator.spec.types.network_types import Peer
 from finetune_trainer.serving.serving_metrics import ServingMetrics
 from planning_support.cases import job
 from reconcile_world import SPEC, World

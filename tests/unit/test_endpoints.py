@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from finetune_operator.shell.endpoints import Endpoints, Heartbeat
-from finetune_operator.shell.operator_metrics import Metrics
+from finetune_operator.controller.servers.operator_metrics import Metrics
+from finetune_operator.controller.servers.probes import Endpoints, Heartbeat
 
 
 @dataclass

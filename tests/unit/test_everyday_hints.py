@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from each_case import each_case
-from finetune_operator.api.notices import notices, null_evaluation
-from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
-from finetune_operator.api.validation import validate_job
+from finetune_operator.spec.checks.notices import notices, null_evaluation
+from finetune_operator.spec.checks.validation import validate_job
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
 from mending import job_document, mend
 
 CHAT = {"task": "text-generation", "model": {"uri": "hf://a/b"}}

@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 from example_heads import TITLE
 from examples import EXAMPLES, FOLDER, IN_CLUSTER, LOCAL, example_document, example_job
 from finetune_contract.choices import Stage
-from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
-from finetune_operator.cli.job_files import read_inputs
+from finetune_operator.cli.files.job_files import read_inputs
 from finetune_operator.cli.main import app
-from finetune_operator.planning.devices import find_gpu
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts
+from finetune_operator.plan.hardware.devices import find_gpu
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.types.plan_types import Facts
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
 
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| \[([a-z0-9-]+)\]\(([^)]+)\) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)

@@ -11,14 +11,8 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given
 
-from finetune_operator.api.settings import CLUSTER_SETTINGS
-from finetune_operator.api.types import FineTuneJob
-from finetune_operator.api.validation import validate_job
-from finetune_operator.launchers.launcher_registry import render
-from finetune_operator.launchers.launcher_rows import TRAINING
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts, PlanRefused
-from finetune_operator.rendering.render_types import (
+from finetune_operator.jobs.launchers.launcher_registry import render
+from finetune_operator.jobs.render.render_types import (
     ENDPOINT_ANNOTATION,
     HASH_ANNOTATION,
     REVISION_ANNOTATION,
@@ -27,6 +21,12 @@ from finetune_operator.rendering.render_types import (
     ProgressEndpoint,
     RenderContext,
 )
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.types.plan_types import Facts, PlanRefused
+from finetune_operator.spec.checks.validation import validate_job
+from finetune_operator.spec.launcher_rows import TRAINING
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS
+from finetune_operator.spec.types import FineTuneJob
 from generated_specs import NASTY, specs
 from suite_plugins.fuzz import examples, scaled
 

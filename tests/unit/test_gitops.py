@@ -10,7 +10,7 @@ import pytest
 import yaml
 from lupa.lua54 import LuaRuntime
 
-from finetune_operator.api.types import GROUP, KIND, Phase
+from finetune_operator.spec.types import GROUP, KIND, Phase
 from reconcile_world import LIVES, World
 
 GITOPS = Path(__file__).parents[2] / "manifests" / "gitops"

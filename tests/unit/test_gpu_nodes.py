@@ -8,17 +8,16 @@ import pytest
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DeviceFacts
-from finetune_operator.api import machine_types
-from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
-from finetune_operator.api.settings_check import check_settings
-from finetune_operator.planning.cost import find_price
-from finetune_operator.planning.devices import GPU_MODELS, find_gpu, link_bytes, product_labels
-from finetune_operator.planning.gpu_nodes import Node, facts_of_nodes, read_node
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts, JobPlan
-from finetune_operator.rendering.render_types import Attempt, RenderContext
-from finetune_operator.rendering.trainer_pod import StagePods, stage_pod
-from finetune_operator.tables import rows
+from finetune_operator.jobs.render.render_types import Attempt, RenderContext
+from finetune_operator.jobs.render.trainer_pod import StagePods, stage_pod
+from finetune_operator.plan.hardware.devices import GPU_MODELS, find_gpu, link_bytes, product_labels
+from finetune_operator.plan.hardware.gpu_nodes import Node, facts_of_nodes, read_node
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.time.cost import find_price
+from finetune_operator.plan.types.plan_types import Facts, JobPlan
+from finetune_operator.spec.checks.settings_check import check_settings
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, Settings
+from finetune_operator.spec.tables import machine_types, rows
 from planning_support.cases import job
 
 MIB = 1 << 20

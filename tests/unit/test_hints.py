@@ -20,23 +20,25 @@ import finetune_contract
 import finetune_operator
 import finetune_trainer
 from each_case import each_case, pairs_of
-from finetune_operator.api import deepspeed_overrides, problems, support, template, validation
-from finetune_operator.api.field_names import plain
-from finetune_operator.api.hint_values import Drop, Hint, Move, Rename, ReplaceBy, SetTo
-from finetune_operator.api.hints import faulty_fields, other_tools
-from finetune_operator.api.hints.foreign_table import NameRow, ValueRow, find_name, find_value, name_rows, value_rows
-from finetune_operator.api.hints.own_fields import fields_by_name
-from finetune_operator.api.meant_uris import as_uri
-from finetune_operator.api.problems import Problem, format_path, hint_data, hint_text
-from finetune_operator.api.rules import RULES
-from finetune_operator.api.rules.column_rules import COLUMN_TASKS
-from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
-from finetune_operator.api.shapes import Fields, accepts, find, leaves, spec_shape
-from finetune_operator.api.support import works
-from finetune_operator.api.types import FineTuneJob, ObjectMeta
-from finetune_operator.api.validation import validate_job
 from finetune_operator.cli.main import app
 from finetune_operator.documents import read_documents
+from finetune_operator.spec import problems
+from finetune_operator.spec.checks import deepspeed_overrides, template, validation
+from finetune_operator.spec.checks.validation import validate_job
+from finetune_operator.spec.fields import support
+from finetune_operator.spec.fields.field_names import plain
+from finetune_operator.spec.fields.meant_uris import as_uri
+from finetune_operator.spec.fields.shapes import Fields, accepts, find, leaves, spec_shape
+from finetune_operator.spec.fields.support import works
+from finetune_operator.spec.hint_values import Drop, Hint, Move, Rename, ReplaceBy, SetTo
+from finetune_operator.spec.hints import faulty_fields, other_tools
+from finetune_operator.spec.hints.foreign_table import NameRow, ValueRow, find_name, find_value, name_rows, value_rows
+from finetune_operator.spec.hints.own_fields import fields_by_name
+from finetune_operator.spec.problems import Problem, format_path, hint_data, hint_text
+from finetune_operator.spec.rules import RULES
+from finetune_operator.spec.rules.column_rules import COLUMN_TASKS
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
+from finetune_operator.spec.types import FineTuneJob, ObjectMeta
 from mending import Edit, alternatives, apply, job_document, mend, parts, without_gone
 
 JOBS = Path(__file__).parent / "jobs"

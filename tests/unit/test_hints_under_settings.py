@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune_operator.api import allowed, cross_checks, validation
-from finetune_operator.api.problems import MAX_CHARACTERS, MAX_DEPTH, MAX_VALUES, Problem
-from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
-from finetune_operator.api.settings_check import check_settings
-from finetune_operator.api.validation import validate_job
-from finetune_operator.cli import job_files
+from finetune_operator.cli.files import job_files
 from finetune_operator.documents import read_documents
-from finetune_operator.planning.plan_types import PlanRefused
-from finetune_operator.rendering import claims
+from finetune_operator.jobs.render import claims
+from finetune_operator.plan.types.plan_types import PlanRefused
+from finetune_operator.spec.checks import allowed, cross_checks, validation
+from finetune_operator.spec.checks.settings_check import check_settings
+from finetune_operator.spec.checks.validation import validate_job
+from finetune_operator.spec.problems import MAX_CHARACTERS, MAX_DEPTH, MAX_VALUES, Problem
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
 from mending import GONE, Edit, alternatives, apply, created_at, job_document, missed_calls, without_gone
 
 BAD = Path(__file__).parent / "jobs" / "bad"

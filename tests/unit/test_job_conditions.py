@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from finetune_operator.api.types.job_status import Condition
-from finetune_operator.cli.jobview import notable
+from finetune_operator.cli.cluster.jobview import notable
+from finetune_operator.spec.types.job_status import Condition
 
 
 def condition(name: str, status: str, message: str = "") -> Condition:

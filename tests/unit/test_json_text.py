@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from finetune_operator.api.json_text import CUT, DEEPEST, cut, depth, loads
-from finetune_operator.api.problems import MAX_DEPTH
-from finetune_operator.api.validation import validate_job
+from finetune_operator.spec.checks.validation import validate_job
+from finetune_operator.spec.json_text import CUT, DEEPEST, cut, depth, loads
+from finetune_operator.spec.problems import MAX_DEPTH
 from suite_plugins.fuzz import examples
 
 VALUES = some.recursive(

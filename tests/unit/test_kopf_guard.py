@@ -24,17 +24,17 @@ from kubernetes.aio.client import ApiClient, Configuration
 
 from cluster_support.api_access import kubeconfig_text
 from cluster_support.control_plane import free_port
-from finetune_operator.api.settings import Settings
 from finetune_operator.controller import handlers, kopf_guard, lifecycle, process
+from finetune_operator.controller.cluster.kube import Kube
 from finetune_operator.controller.handlers import NothingStored
 from finetune_operator.controller.kopf_guard import KopfConnection, ServedKinds
+from finetune_operator.controller.servers.probes import KopfLiveness
+from finetune_operator.jobs.decide.decide import decide
+from finetune_operator.jobs.state.decision_types import JobView
 from finetune_operator.kubernetes_api import client
 from finetune_operator.kubernetes_api.errors import ForbiddenError
 from finetune_operator.kubernetes_api.resources import FINETUNE_JOB, JOB
-from finetune_operator.reconcile.decide import decide
-from finetune_operator.reconcile.reconcile_types import JobView
-from finetune_operator.shell.endpoints import KopfLiveness
-from finetune_operator.shell.kube import Kube
+from finetune_operator.spec.settings.settings import Settings
 from suite_plugins.patience import patient
 
 JOBS = "/apis/finetune.dev/v1alpha1/finetunejobs"

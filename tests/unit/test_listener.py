@@ -14,11 +14,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from finetune_operator.shell.certificates import TlsContexts, make, server_names
-from finetune_operator.shell.endpoints import BOUNDS, Endpoints
-from finetune_operator.shell.listener import Bounds, Listener, network_of
-from finetune_operator.shell.operator_metrics import Metrics
-from finetune_operator.shell.request_bodies import SMALL_BYTES, Bodies, BodyError
+from finetune_operator.controller.servers.certificates import TlsContexts, make, server_names
+from finetune_operator.controller.servers.listener import Bounds, Listener, network_of
+from finetune_operator.controller.servers.operator_metrics import Metrics
+from finetune_operator.controller.servers.probes import BOUNDS, Endpoints
+from finetune_operator.controller.servers.request_bodies import SMALL_BYTES, Bodies, BodyError
 from suite_plugins.patience import patient
 
 CERTIFICATES = make(server_names("ops", None), datetime.now(UTC))

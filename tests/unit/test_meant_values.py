@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from each_case import each_case
-from finetune_operator.api.mounted_claims import on_claim
-from finetune_operator.api.settings import LOCAL_SETTINGS
-from finetune_operator.api.validation import validate_job
+from finetune_operator.spec.checks.validation import validate_job
+from finetune_operator.spec.hints.mounted_claims import on_claim
+from finetune_operator.spec.settings.settings import LOCAL_SETTINGS
 from mending import job_document
 
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -12,13 +12,13 @@ from finetune_contract.facts import DataFacts, DeviceFacts, HardwareFacts, Split
 from finetune_contract.measured_devices import MeasuredDevices, PlannedDevice, plan_change, same_kind
 from finetune_contract.report import TrainerReport
 from finetune_contract.trainer_job import TrainerJob
-from finetune_operator.api.settings import CLUSTER_SETTINGS
-from finetune_operator.planning.gpu_nodes import Node, facts_of_nodes
-from finetune_operator.planning.gpu_table import GPU_MODELS
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Adaptation, Facts, JobPlan, NodesFacts, PlanRefused
-from finetune_operator.rendering.contract import stage_files
-from finetune_operator.rendering.render_types import RenderContext
+from finetune_operator.jobs.render.contract import stage_files
+from finetune_operator.jobs.render.render_types import RenderContext
+from finetune_operator.plan.hardware.gpu_nodes import Node, facts_of_nodes
+from finetune_operator.plan.hardware.gpu_table import GPU_MODELS
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.types.plan_types import Adaptation, Facts, JobPlan, NodesFacts, PlanRefused
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS
 from planning_support.cases import job, llama_1b
 
 MIB, GIB = 1 << 20, 1 << 30

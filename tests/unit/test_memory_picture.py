@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from finetune_operator.cli.memory_picture import Bar, memory_bars
-from finetune_operator.planning.plan_types import MemoryEstimate, MemoryTerm
+from finetune_operator.cli.terminal.result_tables import Bar, memory_bars
+from finetune_operator.plan.types.plan_types import MemoryEstimate, MemoryTerm
 
 GIB = 1 << 30
 

@@ -16,16 +16,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
-from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
-from finetune_operator.api.status_times import stamp
-from finetune_operator.api.types import FailureStatus, FineTuneJobStatus, Phase, ProgressStatus
-from finetune_operator.reconcile.fleet_metrics import Fleet, fleet
-from finetune_operator.reconcile.reconcile_types import Decision, JobView
-from finetune_operator.reconcile.remedies import OperatorCause
-from finetune_operator.shell.kube import RequestCounter
-from finetune_operator.shell.metric_families import OTHER
-from finetune_operator.shell.operator_metrics import Metrics
-from finetune_operator.shell.state import Measurements
+from finetune_operator.controller.cluster.kube import RequestCounter
+from finetune_operator.controller.reconcile.operator_state import Measurements
+from finetune_operator.controller.servers.operator_metrics import OTHER, Metrics
+from finetune_operator.jobs.fleet_metrics import Fleet, fleet
+from finetune_operator.jobs.outcomes.remedies import OperatorCause
+from finetune_operator.jobs.state.decision_types import Decision, JobView
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, Settings
+from finetune_operator.spec.status_times import stamp
+from finetune_operator.spec.types import FailureStatus, FineTuneJobStatus, Phase, ProgressStatus
 from reconcile_world import NOON, SPEC, World
 
 ROOT = Path(__file__).parents[2]

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from each_case import each_case
-from finetune_operator.api.settings import LOCAL_SETTINGS
-from finetune_operator.api.validation import validate_job
-from finetune_operator.cli.job_files import read_inputs
+from finetune_operator.cli.files.job_files import read_inputs
 from finetune_operator.documents import read_documents
+from finetune_operator.spec.checks.validation import validate_job
+from finetune_operator.spec.settings.settings import LOCAL_SETTINGS
 from mending import alternatives, mend
 
 JOBS = Path(__file__).parent / "jobs" / "naive"

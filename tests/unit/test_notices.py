@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.api.notices import RETIRED as NOTICED
-from finetune_operator.api.notices import notices
-from finetune_operator.api.types import FineTuneJobSpec
+from finetune_operator.spec.checks.notices import RETIRED as NOTICED
+from finetune_operator.spec.checks.notices import notices
+from finetune_operator.spec.types import FineTuneJobSpec
 from planning_support.cases import job
 
 

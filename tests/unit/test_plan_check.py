@@ -12,14 +12,14 @@ import pytest
 from rich.console import Console
 
 from finetune_contract.plan_check import Comparison, MeasuredTraining, PlanCheck, PlannedTraining, check_plan, deviation
-from finetune_operator.api.types import FineTuneJobStatus
-from finetune_operator.cli.cluster_jobs import ClusterJob
-from finetune_operator.cli.jobview import Page, print_page
-from finetune_operator.cli.result_tables import result_rows
-from finetune_operator.reconcile.reconcile_types import JobView
-from finetune_operator.shell.operator_metrics import Metrics
-from finetune_operator.shell.queue import JobKey
-from finetune_operator.shell.reconciler import _log_transition
+from finetune_operator.cli.cluster.cluster_jobs import ClusterJob
+from finetune_operator.cli.cluster.jobview import Page, print_page
+from finetune_operator.cli.terminal.result_tables import result_rows
+from finetune_operator.controller.reconcile.reconciler import _log_transition
+from finetune_operator.controller.servers.operator_metrics import Metrics
+from finetune_operator.controller.store.queue import JobKey
+from finetune_operator.jobs.state.decision_types import JobView
+from finetune_operator.spec.types import FineTuneJobStatus
 from reconcile_world import NOON, World, report
 
 GIB = 1 << 30

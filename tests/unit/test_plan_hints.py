@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-import finetune_operator.planning as planning
+import finetune_operator.plan as planning
 from each_case import each_case
 from finetune_contract.facts import DataFacts, SplitFacts
-from finetune_operator.api.problems import Problem
-from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
-from finetune_operator.api.settings_check import check_settings
-from finetune_operator.api.types import FineTuneJob
-from finetune_operator.planning import cost
-from finetune_operator.planning.assumed_hardware import parse_hardware
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Adaptation, Facts, NodesFacts, NodesNetwork, PlanRefused
+from finetune_operator.plan.hardware.assumed_hardware import parse_hardware
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.time import cost
+from finetune_operator.plan.types.plan_types import Adaptation, Facts, NodesFacts, NodesNetwork, PlanRefused
+from finetune_operator.spec.checks.settings_check import check_settings
+from finetune_operator.spec.problems import Problem
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, Settings
+from finetune_operator.spec.types import FineTuneJob
 from mending import Edit, alternatives, apply, created_at, job_document, missed_calls, without_gone
 from planning_support.cases import BERT, llama_1b
 

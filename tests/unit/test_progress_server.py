@@ -21,12 +21,12 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from finetune_contract.choices import Stage
-from finetune_operator.api.types import ProgressStatus
-from finetune_operator.reconcile.reconcile_types import Findings
-from finetune_operator.shell.certificates import Certificates, TlsContexts, make, server_names
-from finetune_operator.shell.progress_protocol import BODY_LIMIT_BYTES, AttemptKey
-from finetune_operator.shell.progress_server import RELAYED_FOR, KnownPod, ProgressServer, ServerLimits
-from finetune_operator.shell.tokens import PodIdentity, ReviewUnavailableError, Verdict, verdict
+from finetune_operator.controller.servers.certificates import Certificates, TlsContexts, make, server_names
+from finetune_operator.controller.servers.progress_protocol import BODY_LIMIT_BYTES, AttemptKey
+from finetune_operator.controller.servers.progress_server import RELAYED_FOR, KnownPod, ProgressServer, ServerLimits
+from finetune_operator.controller.servers.tokens import PodIdentity, ReviewUnavailableError, Verdict, verdict
+from finetune_operator.jobs.state.decision_types import Findings
+from finetune_operator.spec.types import ProgressStatus
 from suite_plugins.fuzz import examples
 from suite_plugins.patience import patient
 

@@ -16,14 +16,7 @@ from finetune_contract.choices import Stage
 from finetune_contract.facts import DeviceFacts
 from finetune_contract.measured_devices import MeasuredDevices
 from finetune_contract.report import Communication
-from finetune_operator.api.settings import CLUSTER_SETTINGS
-from finetune_operator.api.types import FineTuneJob, ProgressStatus
-from finetune_operator.launchers.launcher_registry import stage
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts
-from finetune_operator.reconcile.reconcile_types import NO_FINDINGS, Findings
-from finetune_operator.rendering.render_types import Attempt, Owner, ProgressEndpoint, RenderContext
-from finetune_operator.shell.progress_protocol import (
+from finetune_operator.controller.servers.progress_protocol import (
     AttemptKey,
     BadBodyError,
     attempt_of,
@@ -33,6 +26,13 @@ from finetune_operator.shell.progress_protocol import (
     progress_of,
     update_of,
 )
+from finetune_operator.jobs.launchers.launcher_registry import stage
+from finetune_operator.jobs.render.render_types import Attempt, Owner, ProgressEndpoint, RenderContext
+from finetune_operator.jobs.state.decision_types import NO_FINDINGS, Findings
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.types.plan_types import Facts
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS
+from finetune_operator.spec.types import FineTuneJob, ProgressStatus
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678, tzinfo=UTC)
 TIME = "2026-01-02T03:04:05Z"
@@ -209,7 +209,7 @@ def test_fields_missing_in_the_last_report_keep_their_values() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("finetune_trainer") is None, reason="the trainer is not installed")
 def test_update_of_the_trainer_is_read_without_loss() -> None:
     from finetune_contract.report import Progress
-    from finetune_trainer.progress import kubeflow_update
+    from finetune_trainer.core.progress import kubeflow_update
 
     progress = Progress(
         stage=Stage.TRAIN, step=4, total_steps=10, epoch=0.4, loss=1.25, samples_per_second=2.5,
@@ -224,8 +224,8 @@ def test_update_of_the_trainer_is_read_without_loss() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("finetune_trainer") is None, reason="the trainer is not installed")
 def test_measurements_of_the_trainer_are_read_from_its_updates() -> None:
     from finetune_contract.report import Progress
-    from finetune_trainer.findings import Findings as Measured
-    from finetune_trainer.progress import ProgressReporter, kubeflow_update
+    from finetune_trainer.core.progress import Findings as Measured
+    from finetune_trainer.core.progress import ProgressReporter, kubeflow_update
 
     class Outlet:
         interval_seconds = 0.0

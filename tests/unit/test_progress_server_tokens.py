@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune_operator.shell import tokens
-from finetune_operator.shell.rate_limit import Rate
-from finetune_operator.shell.tokens import (
+from finetune_operator.controller.servers import tokens
+from finetune_operator.controller.servers.tokens import (
     PodIdentity,
     RefusedToken,
     ReviewUnavailableError,
@@ -23,6 +22,7 @@ from finetune_operator.shell.tokens import (
     Verdict,
     expiry,
 )
+from finetune_operator.controller.store.rate_limit import Rate
 
 POD = PodIdentity("team", "pod-0", "uid-0")
 REFUSAL = RefusedToken("the token is not valid for audience finetune.dev/progress")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.api.problems import HIDDEN, is_secret_name
-from finetune_operator.api.redaction import Redactor
+from finetune_operator.spec.problems import HIDDEN, is_secret_name
+from finetune_operator.spec.redaction import Redactor
 
 SECRET_NAMES = (
     "HF_TOKEN",

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.cli.cluster_jobs import Cluster, ClusterError, ClusterJob, parse_job
-from finetune_operator.cli.steering import restart
+from finetune_operator.cli.cluster.cluster_jobs import Cluster, ClusterError, ClusterJob, parse_job
+from finetune_operator.cli.cluster.steering import restart
 from suite_plugins.patience import patient
 
 

@@ -30,17 +30,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune_contract.choices import Stage
-from finetune_operator.api.settings import CLUSTER_SETTINGS
-from finetune_operator.api.types import ProgressStatus
-from finetune_operator.reconcile.admission import JOBS
-from finetune_operator.reconcile.reconcile_types import Findings
-from finetune_operator.shell.certificates import TlsContexts, make, server_names
-from finetune_operator.shell.endpoints import Endpoints
-from finetune_operator.shell.operator_metrics import Metrics
-from finetune_operator.shell.progress_protocol import AttemptKey
-from finetune_operator.shell.progress_server import KnownPod, ProgressServer, ServerLimits
-from finetune_operator.shell.tokens import PodIdentity, RefusedToken, Verdict
-from finetune_operator.shell.webhook import WebhookServer
+from finetune_operator.controller.servers.certificates import TlsContexts, make, server_names
+from finetune_operator.controller.servers.operator_metrics import Metrics
+from finetune_operator.controller.servers.probes import Endpoints
+from finetune_operator.controller.servers.progress_protocol import AttemptKey
+from finetune_operator.controller.servers.progress_server import KnownPod, ProgressServer, ServerLimits
+from finetune_operator.controller.servers.tokens import PodIdentity, RefusedToken, Verdict
+from finetune_operator.controller.servers.webhook import WebhookServer
+from finetune_operator.jobs.admission import JOBS
+from finetune_operator.jobs.state.decision_types import Findings
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS
+from finetune_operator.spec.types import ProgressStatus
 from kopf_support import answering
 from process_support.http_fuzz import ALLOWED, CANARY, GOOD, Port, answer, bodies, request, sendings, statuses
 from suite_plugins.fuzz import examples

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import support_matrix as page
-from finetune_operator.api.support import served_words
-from finetune_operator.api.types import ParallelismSpec
+from finetune_operator.spec.fields.support import served_words
+from finetune_operator.spec.types import ParallelismSpec
 from support_matrix import ADAPTERS, LAUNCHERS, PRECISIONS, STRATEGIES, TASKS, Combination, refusals
 
 TEXT = page.support_matrix()

@@ -21,8 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 
-from finetune_operator.rendering.render_types import PROGRESS_AUDIENCE
-from finetune_operator.shell.token_keys import (
+from finetune_operator.controller.servers.token_keys import (
     AGAIN_SECONDS,
     LEEWAY_SECONDS,
     RENEW_SECONDS,
@@ -32,7 +31,14 @@ from finetune_operator.shell.token_keys import (
     KeyReviewer,
     KeysUnavailableError,
 )
-from finetune_operator.shell.tokens import NOT_BOUND, PodIdentity, RefusedToken, ReviewUnavailableError, Verdict
+from finetune_operator.controller.servers.tokens import (
+    NOT_BOUND,
+    PodIdentity,
+    RefusedToken,
+    ReviewUnavailableError,
+    Verdict,
+)
+from finetune_operator.jobs.render.render_types import PROGRESS_AUDIENCE
 
 ISSUER = "https://kubernetes.default.svc.cluster.local"
 POD = PodIdentity("team", "tune-train-1", "pod-uid")

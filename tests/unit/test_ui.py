@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from finetune_command import finetune
 from finetune_contract.choices import Stage
-from finetune_operator.cli.ui.pages import Pages
-from finetune_operator.cli.ui.reading import Content
-from finetune_operator.cli.ui.request_checks import Keys, foreign
-from finetune_operator.cli.ui.run_reading import readable_lines
-from finetune_operator.cli.ui.ui_runs import Workspace
-from finetune_operator.cli.ui.ui_server import Server
-from finetune_operator.cli.workspace import locked
+from finetune_operator.cli.local.workspace import locked
+from finetune_operator.extras.ui.pages import Pages
+from finetune_operator.extras.ui.reading import Content
+from finetune_operator.extras.ui.request_checks import Keys, foreign
+from finetune_operator.extras.ui.run_reading import readable_lines
+from finetune_operator.extras.ui.ui_runs import Workspace
+from finetune_operator.extras.ui.ui_server import Server
 from process_support import http_fuzz
 from suite_plugins.fuzz import examples
 from suite_plugins.patience import patient
@@ -307,7 +307,7 @@ def test_curves_follow_a_growing_restarted_or_cut_history(tmp_path: Path) -> Non
 
 
 def test_the_end_of_a_huge_history_and_of_a_huge_log_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finetune_operator.cli.ui.run_reading.HISTORY_BYTES", 1000)
+    monkeypatch.setattr("finetune_operator.extras.ui.run_reading.HISTORY_BYTES", 1000)
     paths = write_run(tmp_path, "first", steps=50)
     (paths.logs / "train.log").write_text("".join(f"line {number}\n" for number in range(20_000)))
     runs = Workspace(tmp_path)
@@ -325,7 +325,7 @@ def test_the_end_of_a_huge_history_and_of_a_huge_log_is_shown(tmp_path: Path, mo
 def test_long_history_is_sampled_with_its_evaluations_and_last_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("finetune_operator.cli.ui.run_reading.HISTORY_LINES", 10)
+    monkeypatch.setattr("finetune_operator.extras.ui.run_reading.HISTORY_LINES", 10)
     paths = write_run(tmp_path, "first", steps=99)
     with paths.history.open("a") as file:
         file.write('{"step": 99, "eval_loss": 0.5}\n' + history_lines(101, first=100))

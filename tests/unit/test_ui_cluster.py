@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.cli.cluster_jobs import Connection
-from finetune_operator.cli.ui import ui_jobs
-from finetune_operator.cli.ui.ui_jobs import ClusterJobs
+from finetune_operator.cli.cluster.cluster_jobs import Connection
+from finetune_operator.extras.ui import ui_jobs
+from finetune_operator.extras.ui.ui_jobs import ClusterJobs
 from suite_plugins.waiting import wait_until
 from ui_support import JOBS, TOKEN, TRAINING, Api, Client, api_server, serving
 

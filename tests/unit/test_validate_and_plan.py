@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.api.rules.processes import certain_processes, certain_ranks, requested_strategy
-from finetune_operator.api.settings import CLUSTER_SETTINGS
-from finetune_operator.api.types import FineTuneJob
-from finetune_operator.api.validation import validate_job
-from finetune_operator.launchers.launcher_rows import ENGINES, TRAINING
-from finetune_operator.planning.assumed_hardware import parse_hardware
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts, PlanRefused
+from finetune_operator.plan.hardware.assumed_hardware import parse_hardware
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.types.plan_types import Facts, PlanRefused
+from finetune_operator.spec.checks.validation import validate_job
+from finetune_operator.spec.launcher_rows import ENGINES, TRAINING
+from finetune_operator.spec.rules.processes import certain_processes, certain_ranks, requested_strategy
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS
+from finetune_operator.spec.types import FineTuneJob
 from suite_plugins.fuzz import scaled
 
 HARDWARE = parse_hardware("gpu=H100,memory=80Gi,gpus=64,cpu=2048,hostMemory=100000Gi")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from each_case import each_case
-from finetune_operator.api.problems import (
+from finetune_operator.spec.checks.validation import validate_job
+from finetune_operator.spec.problems import (
     HIDDEN,
     MAX_CHARACTERS,
     MAX_VALUES,
@@ -17,7 +18,6 @@ from finetune_operator.api.problems import (
     describe_value,
     holds_secret,
 )
-from finetune_operator.api.validation import validate_job
 
 MANY = 40_000
 """More than a job may have. A quadratic step over it exceeds the time limit on any machine."""
@@ -62,8 +62,8 @@ LONG: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("value", LONG.values(), ids=LONG.keys())
 def test_number_of_reported_problems_is_limited(value: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finetune_operator.api.validation.MAX_VALUES", 10 * MANY)
-    monkeypatch.setattr("finetune_operator.api.validation.MAX_CHARACTERS", 100 * MANY)
+    monkeypatch.setattr("finetune_operator.spec.checks.validation.MAX_VALUES", 10 * MANY)
+    monkeypatch.setattr("finetune_operator.spec.checks.validation.MAX_CHARACTERS", 100 * MANY)
     read, problems = validate_job(value)
     assert read is None
     assert 1 <= len(problems) <= MOST_PROBLEMS

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from finetune_contract.layout import EXIT_OK
-from finetune_trainer.ending import let_collectives_end, settle_exit
+from finetune_trainer.core.orderly_exit import let_collectives_end, settle_exit
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
         from finetune_trainer.serving.serve import serve as serve_model
 
         return serve_model(argv[1:])
-    from finetune_trainer.rank import run as run_rank
+    from finetune_trainer.stage.rank import run as run_rank
 
     return run_rank(argv)
 

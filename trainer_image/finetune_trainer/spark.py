@@ -25,14 +25,14 @@ from finetune_contract.data_settings import Columns, ModelSource, Preparation
 from finetune_contract.inference_settings import BATCH_TOKENS, Generation, Prediction
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.data.prepare import labels_of_model
+from finetune_trainer.core.failures import StageError, needed_library
+from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data.row_shards import RowShard, ShardKey, rows_of_table
-from finetune_trainer.data.shards import Encoder
-from finetune_trainer.failures import StageError, needed_library
-from finetune_trainer.inference.answering import ROW, Answerer, RequestedColumns, coding_of
-from finetune_trainer.inference.runner import Means, used_model
-from finetune_trainer.models import load_config
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.models.loading import load_config
+from finetune_trainer.predict.answering import ROW, Answerer, RequestedColumns, coding_of
+from finetune_trainer.predict.runner import Means, used_model
+from finetune_trainer.prepare.prepare import labels_of_model
+from finetune_trainer.prepare.shards import Encoder
 from finetune_trainer.tasks.task_registry import task_of
 
 if TYPE_CHECKING:

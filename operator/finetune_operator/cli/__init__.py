@@ -1,1 +1,1 @@
-"""The finetune command."""
+"""The `finetune` command. Decides nothing about a plan, and writes to a cluster only what a person asks for."""

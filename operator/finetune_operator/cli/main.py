@@ -25,6 +25,7 @@ class _Listed(NamedTuple):
     """Module of a command, and the first line of its help."""
 
     module: str
+    """Its name in `cli.commands`; with a folder: in `extras`."""
     summary: str
 
 
@@ -32,12 +33,12 @@ COMMANDS = {
     "validate": _Listed("file_commands", "Check job files, without network, model or data."),
     "plan": _Listed("file_commands", "Show a job's plan, with a reason for each decision."),
     "render": _Listed("file_commands", "Write the Kubernetes objects of a job."),
-    "review": _Listed("review", "Write a Markdown summary of job files for a code review."),
+    "review": _Listed("review.review_command", "Write a Markdown summary of job files for a code review."),
     "run": _Listed("run_command", "Run a job on this machine: prepare, train, evaluate, predict."),
     "predict": _Listed("predict_command", "Predict with a model on this machine."),
     "serve": _Listed("serve_command", "Serve a model on this machine over HTTP."),
-    "compare": _Listed("compare", "Compare runs on this machine: settings, metrics, time, cost."),
-    "ui": _Listed("ui", "Show runs and jobs in a browser."),
+    "compare": _Listed("compare.compare_command", "Compare runs on this machine: settings, metrics, time, cost."),
+    "ui": _Listed("ui.ui_command", "Show runs and jobs in a browser."),
     "status": _Listed("cluster_commands", "Show the status of a job in a cluster, or a table of all jobs."),
     "logs": _Listed("cluster_commands", "Show the logs of all pods of a stage."),
     "watch": _Listed("cluster_commands", "Watch a job until it ends."),
@@ -60,7 +61,10 @@ COMMANDS = {
 
 def load(name: str) -> Any:
     """Return the command `name` of COMMANDS, as an object of the library that parses the command line."""
-    callback = getattr(import_module(f"finetune_operator.cli.commands.{COMMANDS[name].module}"), name)
+    listed = COMMANDS[name].module
+    callback = getattr(
+        import_module(f"finetune_operator.{'extras' if '.' in listed else 'cli.commands'}.{listed}"), name
+    )
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     single.command(name, help=(getdoc(callback) or "").replace("  finetune ", f"  {program_name()} "))(callback)
     return typer.main.get_command(single)

@@ -1,1 +1,1 @@
-"""The operator: kopf handlers, and what they start and stop."""
+"""The operator's process: kopf's handlers, and what they start and stop. Decides nothing about a job."""

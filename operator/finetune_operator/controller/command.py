@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
+from finetune_operator.controller.cluster.leader import own_namespace
 from finetune_operator.controller.operator_options import (
     Context,
     HttpPort,
@@ -39,11 +39,11 @@ from finetune_operator.controller.operator_options import (
     WebhookPort,
     Workers,
 )
-from finetune_operator.settings_file import SettingsError, read_settings_file
-from finetune_operator.shell.leader import own_namespace
+from finetune_operator.documents.settings_file import SettingsError, read_settings_file
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, Settings
 
 if TYPE_CHECKING:
-    from finetune_operator.shell.webhook import WebhookOptions
+    from finetune_operator.controller.servers.webhook import WebhookOptions
 
 USAGE = 2
 
@@ -131,8 +131,8 @@ def run(
     # The Kubernetes client takes a second to import; check-settings and --help do without.
     from finetune_operator.controller.lifecycle import Options
     from finetune_operator.controller.process import run as run_operator
+    from finetune_operator.jobs.decide.decide import decide
     from finetune_operator.kubernetes_api.errors import ApiError, NoClusterError
-    from finetune_operator.reconcile.decide import decide
 
     webhook = _webhook_options(
         webhook_port, webhook_configuration, webhook_certificate, webhook_clients, tuple(webhook_client_name or ())
@@ -156,7 +156,7 @@ def _webhook_options(
     client_names: tuple[str, ...],
 ) -> WebhookOptions | None:
     """Return the options of the webhook; None: no port was given, so there is none."""
-    from finetune_operator.shell.webhook import WebhookOptions
+    from finetune_operator.controller.servers.webhook import WebhookOptions
 
     if port is None and any((configuration, certificate, clients, client_names)):
         _usage("the options --webhook-... need --webhook-port")

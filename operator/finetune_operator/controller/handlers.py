@@ -3,14 +3,14 @@
     on.startup   settings of kopf; then discovery, servers, workers, the election of a leader (lifecycle.py)
     on.login     the connection that kopf reads through (kopf_guard.py)
     on.event     a job, or an object that runs one: into the store, and the job's key into the queue (resync.py)
-    on.validate  whether the API server may store a job (reconcile/admission.py)
+    on.validate  whether the API server may store a job (jobs/admission.py)
     on.probe     the facts of /healthz
     on.cleanup   reconciles finish, the Lease is released, servers stop
 
 What has to be done about an event is decided elsewhere. A worker takes the job's key from the queue, and `decide`
-(reconcile/decide.py) compares the job with everything that is known of it (shell/reconciler.py). So there are no
-handlers of creations, updates or deletions, no timers and no daemons: kopf stores nothing in objects, neither a
-finalizer nor an annotation. What a watch can miss is listed by a task that on.startup starts (resync.py).
+(jobs/decide/decide.py) compares the job with everything that is known of it (controller/reconcile/reconciler.py). So
+there are no handlers of creations, updates or deletions, no timers and no daemons: kopf stores nothing in objects,
+neither a finalizer nor an annotation. What a watch can miss is listed by a task that on.startup starts (resync.py).
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from typing import Any
 
 import kopf
 
+from finetune_operator.jobs.admission import Request
+from finetune_operator.jobs.render.render_types import JOB_LABEL
+from finetune_operator.jobs.state.planned import problems_text
 from finetune_operator.kubernetes_api.client import PAGE
 from finetune_operator.kubernetes_api.errors import ApiError
 from finetune_operator.kubernetes_api.resources import (
@@ -29,9 +32,6 @@ from finetune_operator.kubernetes_api.resources import (
     LAUNCHER_RESOURCES,
     POD,
 )
-from finetune_operator.reconcile.admission import Request
-from finetune_operator.reconcile.planned import problems_text
-from finetune_operator.rendering.render_types import JOB_LABEL
 
 CHILDREN = (POD, *LAUNCHER_RESOURCES.values(), INFERENCE_SERVICE, DEPLOYMENT)
 """Kinds of objects that run jobs. One that is not served yet is watched once it is (lifecycle.py)."""
@@ -83,7 +83,7 @@ for child in CHILDREN:
 @kopf.on.validate(FINETUNE_JOB.api_version, FINETUNE_JOB.plural)
 async def validate(name: str, namespace: str | None, warnings: list[str], memo: kopf.Memo, **kwargs: Any) -> None:
     """Refuse a job that must not be stored, or warn of it. Each replica answers, in a thread with its own loop
-    (shell/webhook.py): nothing here may be awaited that belongs to the operator's.
+    (controller/servers/webhook.py): nothing here may be awaited that belongs to the operator's.
     """
     new, old = [dict(kwargs[one]) if kwargs[one] is not None else None for one in ("new", "old")]
     problems, found = memo.operator.judge(Request(kwargs["operation"], namespace or "", name or "", new, old))

@@ -38,7 +38,9 @@ from kopf._cogs.structs.references import Insights
 from kopf._core.engines.admission import WebhookError
 from kopf._core.reactor.observation import process_discovered_resource_event
 
-from finetune_operator.api.json_text import bounded
+from finetune_operator.controller.cluster.kube import Kube, Outage
+from finetune_operator.jobs.admission import NoReviewError
+from finetune_operator.jobs.render.render_types import Manifest
 from finetune_operator.kubernetes_api.answers import Lines
 from finetune_operator.kubernetes_api.client import SMALLER, plural_in
 from finetune_operator.kubernetes_api.errors import (
@@ -50,9 +52,7 @@ from finetune_operator.kubernetes_api.errors import (
     UnauthorizedError,
 )
 from finetune_operator.kubernetes_api.resources import Resource
-from finetune_operator.reconcile.admission import NoReviewError
-from finetune_operator.rendering.render_types import Manifest
-from finetune_operator.shell.kube import Kube, Outage
+from finetune_operator.spec.json_text import bounded
 
 log = logging.getLogger(__name__)
 

@@ -22,10 +22,23 @@ import aiohttp
 import kopf
 from kubernetes.aio.client import ApiClient
 
-from finetune_operator.api.problems import Problem
-from finetune_operator.api.settings import Settings
+from finetune_operator.controller.cluster.discovery import Discovery
+from finetune_operator.controller.cluster.kube import Kube
+from finetune_operator.controller.cluster.leader import Leader
+from finetune_operator.controller.cluster.node_reading import NodeReading
+from finetune_operator.controller.cluster.served_kind import wait_for_status_fields
 from finetune_operator.controller.kopf_guard import KopfConnection, ServedKinds, reviewing
+from finetune_operator.controller.reconcile.operator_state import OperatorState, ProgressBook
+from finetune_operator.controller.reconcile.reconciler import Decide, Reconciler
 from finetune_operator.controller.resync import Resync, is_new, store_object
+from finetune_operator.controller.servers.operator_metrics import Metrics
+from finetune_operator.controller.servers.probes import HTTP_PORT, KopfLiveness
+from finetune_operator.controller.servers.progress_server import PORT
+from finetune_operator.controller.servers.serving import Servers
+from finetune_operator.controller.servers.webhook import REVIEWING, WebhookOptions
+from finetune_operator.controller.store.queue import WorkQueue
+from finetune_operator.controller.store.store import Store
+from finetune_operator.jobs.admission import Request, judge, refusal
 from finetune_operator.kubernetes_api.errors import (
     ForbiddenError,
     TooManyRequestsError,
@@ -33,21 +46,8 @@ from finetune_operator.kubernetes_api.errors import (
     UnavailableError,
 )
 from finetune_operator.kubernetes_api.resources import Resource
-from finetune_operator.reconcile.admission import Request, judge, refusal
-from finetune_operator.shell.discovery import Discovery
-from finetune_operator.shell.endpoints import HTTP_PORT, KopfLiveness
-from finetune_operator.shell.kube import Kube
-from finetune_operator.shell.leader import Leader
-from finetune_operator.shell.node_reading import NodeReading
-from finetune_operator.shell.operator_metrics import Metrics
-from finetune_operator.shell.progress_server import PORT
-from finetune_operator.shell.queue import WorkQueue
-from finetune_operator.shell.reconciler import Decide, Reconciler
-from finetune_operator.shell.served_kind import wait_for_status_fields
-from finetune_operator.shell.serving import Servers
-from finetune_operator.shell.state import OperatorState, ProgressBook
-from finetune_operator.shell.store import Store
-from finetune_operator.shell.webhook import REVIEWING, WebhookOptions
+from finetune_operator.spec.problems import Problem
+from finetune_operator.spec.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class Operator:
 
     async def reviews(self, answer: kopf.WebhookFn) -> AsyncIterator[kopf.WebhookClientConfig]:
         """Serve admission for kopf, whose own server sets no limit on connections and bodies. The configuration is in
-        the manifests; only our authority is written into it (shell/serving.py).
+        the manifests; only our authority is written into it (controller/servers/serving.py).
         """
         self._servers.answer_reviews(reviewing(answer))
         yield {}

@@ -11,13 +11,13 @@ from typing import Any, cast
 import kopf
 
 from finetune_operator.controller import handlers
+from finetune_operator.controller.cluster.leader import identity
 from finetune_operator.controller.kopf_guard import ServedKinds
 from finetune_operator.controller.lifecycle import Operator, Options
+from finetune_operator.controller.reconcile.reconciler import Decide
+from finetune_operator.jobs.render.render_types import FIELD_OWNER
 from finetune_operator.kubernetes_api.client import connect
 from finetune_operator.kubernetes_api.resources import FINETUNE_JOB
-from finetune_operator.rendering.render_types import FIELD_OWNER
-from finetune_operator.shell.leader import identity
-from finetune_operator.shell.reconciler import Decide
 
 SPARE_CONNECTIONS = 8
 """Connections beside those of workers and watches: for lists, the Lease, tokens, events."""
@@ -28,8 +28,6 @@ async def run(options: Options, decide: Decide) -> None:
     when the API server refuses a request that is needed to begin.
     """
     # Only jobs with faults or a template need them: the first one's validation has a time limit.
-    import finetune_operator.api.hints.faulty_fields
-    import finetune_operator.api.template  # noqa: F401
 
     # Imported code stays: full collections, during which no probe is answered, need not inspect its 100,000 objects.
     gc.collect()

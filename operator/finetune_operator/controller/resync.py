@@ -12,14 +12,14 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
+from finetune_operator.controller.cluster.discovery import Discovery
+from finetune_operator.controller.reconcile.operator_state import OperatorState
+from finetune_operator.controller.store.store import Key, UnreadableError, key_of
+from finetune_operator.jobs.render.render_types import JOB_LABEL, Manifest
+from finetune_operator.jobs.state.decision_types import JobView
 from finetune_operator.kubernetes_api.client import plural_in
 from finetune_operator.kubernetes_api.errors import ApiError
 from finetune_operator.kubernetes_api.resources import FINETUNE_JOB, POD, Resource
-from finetune_operator.reconcile.reconcile_types import JobView
-from finetune_operator.rendering.render_types import JOB_LABEL, Manifest
-from finetune_operator.shell.discovery import Discovery
-from finetune_operator.shell.state import OperatorState
-from finetune_operator.shell.store import Key, UnreadableError, key_of
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Protocol
 
 import yaml
 
-from finetune_operator.api.problems import MAX_DEPTH, Problem, Reason
 from finetune_operator.documents.scalars import STANDARD_TAG, tag_shown
+from finetune_operator.spec.problems import MAX_DEPTH, Problem, Reason
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 

@@ -8,7 +8,6 @@ are written out, counted as they are, so that a small file that explodes is refu
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from finetune_operator.api.problems import PathPart, Problem, Reason, describe_value, format_path
 from finetune_operator.documents.nodes import (
     Alias,
     Fields,
@@ -21,6 +20,7 @@ from finetune_operator.documents.nodes import (
     check_size,
 )
 from finetune_operator.documents.scalars import JsonScalar, NotResolvableError, as_key, as_stored, resolve
+from finetune_operator.spec.problems import PathPart, Problem, Reason, describe_value, format_path
 
 JsonValue = JsonScalar | list["JsonValue"] | dict[str, "JsonValue"]
 Path = tuple[PathPart, ...]

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from pydantic import JsonValue
 
+from finetune_operator.jobs.render.render_types import Manifest
 from finetune_operator.kubernetes_api.errors import UnavailableError, error_of
 from finetune_operator.kubernetes_api.resources import Resource
-from finetune_operator.rendering.render_types import Manifest
 
 FIRST_DELAY_SECONDS = 0.25
 LONGEST_DELAY_SECONDS = 5.0

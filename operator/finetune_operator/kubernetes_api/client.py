@@ -22,13 +22,13 @@ import aiohttp
 from kubernetes.aio import client
 from pydantic import JsonValue
 
-from finetune_operator.api.json_text import loads
+from finetune_operator.jobs.render.render_types import Manifest
 from finetune_operator.kubernetes_api import errors
 from finetune_operator.kubernetes_api.answers import Lines, Page, WatchEvent, delay, event_of, page_of
 from finetune_operator.kubernetes_api.configuration import configure
 from finetune_operator.kubernetes_api.errors import ApiError, UnavailableError, error_of
 from finetune_operator.kubernetes_api.resources import POD, Resource, resource_of
-from finetune_operator.rendering.render_types import Manifest
+from finetune_operator.spec.json_text import loads
 
 Verb: TypeAlias = Literal["get", "list", "watch", "create", "update", "patch", "delete"]
 Query: TypeAlias = Mapping[str, str]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 
-from finetune_operator.api.json_text import loads
+from finetune_operator.spec.json_text import loads
 
 
 class NoClusterError(Exception):

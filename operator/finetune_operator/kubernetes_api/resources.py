@@ -6,12 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from finetune_operator.api.objects import GroupKind
-from finetune_operator.api.types import API_VERSION, KIND, PLURAL
-from finetune_operator.launchers.idle_kind import IDLE_API, IDLE_KIND, IDLE_PLURAL
-from finetune_operator.launchers.kserve_kind import KSERVE_API, KSERVE_KIND, KSERVE_PLURAL
-from finetune_operator.launchers.launcher_rows import SUPPORTED, LauncherName
-from finetune_operator.launchers.route_kind import ROUTE_API, ROUTE_KIND, ROUTE_PLURAL
+from finetune_operator.endpoints.kinds import (
+    IDLE_API,
+    IDLE_KIND,
+    IDLE_PLURAL,
+    KSERVE_API,
+    KSERVE_KIND,
+    KSERVE_PLURAL,
+    ROUTE_API,
+    ROUTE_KIND,
+    ROUTE_PLURAL,
+)
+from finetune_operator.spec.launcher_rows import SUPPORTED, LauncherName
+from finetune_operator.spec.objects import GroupKind
+from finetune_operator.spec.types import API_VERSION, KIND, PLURAL
 
 
 @dataclass(frozen=True)

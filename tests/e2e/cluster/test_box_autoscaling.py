@@ -15,7 +15,7 @@ from box_support.endpoint_client import BACK_OFF, Answers, Client
 from box_support.metrics_pod import custom_metrics
 from box_support.team import INPUTS, Team, tiny_spec
 from cluster_support.api_access import Object, path_of, wait_until
-from finetune_operator.rendering.endpoint_objects import REQUESTS_IN_FLIGHT
+from finetune_operator.endpoints.render.endpoint_objects import REQUESTS_IN_FLIGHT
 
 TEXT = "a film that i would see again"
 MOST = 2

@@ -22,7 +22,7 @@ from chart_rendering import helm
 from cluster_support.api_access import Object, path_of, wait_until
 from cluster_support.operator_process import NAMESPACE, USER
 from cluster_support.world import CHILD_KINDS
-from finetune_operator.api.types import API_VERSION, KIND, PLURAL
+from finetune_operator.spec.types import API_VERSION, KIND, PLURAL
 from suite_plugins.patience import patient
 
 pytestmark = pytest.mark.last

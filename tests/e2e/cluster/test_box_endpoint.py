@@ -19,8 +19,8 @@ from box_support.team import INPUTS, Team, stage_of, tiny_spec
 from cluster_support.api_access import Object, path_of, wait_until
 from cluster_support.control_plane import ROOT
 from finetune_contract.layout import JobPaths
-from finetune_operator.api.types import API_VERSION, PLURAL
-from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
+from finetune_operator.jobs.render.render_types import ROLLBACK_ANNOTATION
+from finetune_operator.spec.types import API_VERSION, PLURAL
 from golden_records import ENDPOINT_KINDS, REVISION_KINDS
 
 APPS = "apps/v1"

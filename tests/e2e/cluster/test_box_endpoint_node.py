@@ -23,7 +23,7 @@ from box_support.faults import node_off
 from box_support.team import INPUTS, Team, tiny_spec
 from cluster_support.api_access import Object, new_session, path_of, wait_until
 from finetune_contract.layout import METRICS_PATH, REQUESTS_METRIC, SERVE_PORT
-from finetune_operator.api.status_times import stamp
+from finetune_operator.spec.status_times import stamp
 from suite_plugins.patience import patient
 
 pytestmark = pytest.mark.alone

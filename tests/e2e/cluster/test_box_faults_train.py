@@ -18,7 +18,7 @@ from box_support.breaking import EVERY, STEPS, Broken, Training, sizes
 from box_support.faults import delete_child, delete_pod, hang_rank, node_off, preempt
 from box_support.team import Team, stage_of
 from cluster_support.api_access import Object
-from finetune_operator.api.quantities import human_seconds
+from finetune_operator.spec.quantities import human_seconds
 from suite_plugins.patience import patient
 
 HANG_SECONDS = math.ceil(patient(20))

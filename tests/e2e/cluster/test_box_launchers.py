@@ -11,7 +11,7 @@ from box_support.box import Box
 from box_support.job_watch import watching
 from box_support.team import Team, stage_of
 from cluster_support.api_access import Object
-from finetune_operator.launchers.launcher_rows import SUPPORTED, TRAINING
+from finetune_operator.spec.launcher_rows import SUPPORTED, TRAINING
 from suite_plugins.shared_folder import DATA, missing
 
 KINDS = {each.name: each.kind for each in SUPPORTED if each.name in TRAINING}

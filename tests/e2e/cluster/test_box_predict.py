@@ -15,7 +15,7 @@ from box_support.steered_predictions import RELEASED, parts_folder, steered_temp
 from box_support.team import Team, stage_of
 from cluster_support.api_access import Object, path_of, wait_until
 from finetune_command import finetune
-from finetune_operator.rendering.render_types import JOB_LABEL
+from finetune_operator.jobs.render.render_types import JOB_LABEL
 
 PODS = 3
 ROWS, FILES = 600, 3

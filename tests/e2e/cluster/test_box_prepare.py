@@ -12,8 +12,8 @@ import pytest
 from box_support.box import Box
 from box_support.team import INPUTS, Team, stage_of, tiny_spec
 from cluster_support.api_access import Object, path_of
-from finetune_operator.rendering.render_types import JOB_LABEL
-from finetune_operator.rendering.trainer_pod import JOB_UID_LABEL
+from finetune_operator.jobs.render.render_types import JOB_LABEL
+from finetune_operator.jobs.render.trainer_pod import JOB_UID_LABEL
 
 PODS = 3
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"

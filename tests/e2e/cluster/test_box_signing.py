@@ -20,8 +20,8 @@ from box_support.faults import Rank, kill_rank, puppet, ranks
 from box_support.team import Team, stage_of, tiny_spec
 from cluster_support.api_access import Object, wait_until
 from finetune_contract.layout import ENV_CHECKPOINT_SECRET
-from finetune_trainer.checkpoints import MANIFEST, SIGNATURE, Manifest
-from finetune_trainer.files import entries_of
+from finetune_trainer.checkpoint.checkpoints import MANIFEST, SIGNATURE, Manifest
+from finetune_trainer.core.files import entries_of
 
 EVERY, HOLDS_AT, STEPS = 5, 14, 16
 """The first attempt waits with two checkpoints until it is killed; the second one does not get so far."""

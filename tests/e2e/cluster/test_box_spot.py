@@ -9,7 +9,7 @@ import pytest
 
 from box_support.team import Team, stage_of, tiny_spec
 from cluster_support.api_access import Object
-from finetune_operator.rendering.render_types import CAPACITY_LABEL
+from finetune_operator.jobs.render.render_types import CAPACITY_LABEL
 
 pytestmark = pytest.mark.alone
 """Another file labels a node as a spot node."""

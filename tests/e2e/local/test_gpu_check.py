@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from finetune_contract.facts import DeviceFacts, HardwareFacts
-from finetune_operator.api.settings import LOCAL_SETTINGS
-from finetune_operator.api.types import FineTuneJob
-from finetune_operator.planning.plan import plan
-from finetune_operator.planning.plan_types import Facts
+from finetune_operator.plan.plan import plan
+from finetune_operator.plan.types.plan_types import Facts
+from finetune_operator.spec.settings.settings import LOCAL_SETTINGS
+from finetune_operator.spec.types import FineTuneJob
 from gpu_check.gpu_baselines import BASELINES
 from gpu_check.gpu_baselines import train as train_baseline
 from gpu_check.gpu_jobs import BY_MEMORY, SMALL, WAYS, job, size_of, write_inputs

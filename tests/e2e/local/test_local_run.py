@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from finetune_trainer.inference.prediction_parts import is_facts
+from finetune_trainer.predict.prediction_parts import is_facts
 from process_support.left import left
 from process_support.signals import waits_for
 from suite_plugins.waiting import wait_until

@@ -13,9 +13,9 @@ from typing import get_args
 
 import pytest
 
-from finetune_operator.api.support import ROWS, served_words
 from finetune_operator.cli.main import main  # noqa: F401  (the command that the blocks call must be installed)
-from finetune_operator.launchers.launcher_rows import TrainingLauncher
+from finetune_operator.spec.fields.support import ROWS, served_words
+from finetune_operator.spec.launcher_rows import TrainingLauncher
 from suite_plugins.patience import patient
 
 ROOT = Path(__file__).parents[3]

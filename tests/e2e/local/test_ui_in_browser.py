@@ -11,9 +11,9 @@ import pytest
 
 from browser import CHROMIUM, WIDTHS
 from finetune_contract.choices import Stage
-from finetune_operator.cli.cluster_jobs import Connection
-from finetune_operator.cli.ui.ui_jobs import ClusterJobs
-from finetune_operator.cli.workspace import locked
+from finetune_operator.cli.cluster.cluster_jobs import Connection
+from finetune_operator.cli.local.workspace import locked
+from finetune_operator.extras.ui.ui_jobs import ClusterJobs
 from suite_plugins.patience import patient
 from ui_support import Client, api_server, history_lines, serving, write_run
 

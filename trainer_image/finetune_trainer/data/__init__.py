@@ -1,1 +1,1 @@
-"""From raw files to token rows: sources, the `prepare` stage, and the order of batches."""
+"""Rows from files, and prepared data. Knows no task."""

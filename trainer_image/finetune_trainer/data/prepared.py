@@ -24,8 +24,8 @@ from finetune_contract.choices import Task
 from finetune_contract.contract_models import Message
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.spool import batches
-from finetune_trainer.failures import StageError
 
 FACTS_FILE = "data.json"
 INPUTS_FILE = "inputs.json"

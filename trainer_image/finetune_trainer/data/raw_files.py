@@ -10,7 +10,7 @@ from typing import IO, Literal, Protocol, TypeAlias, cast
 import pyarrow as pa
 
 from finetune_contract.layout import FailureClass
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.failures import StageError
 
 _BLOCK_BYTES = 1 << 20
 """Size of one read from a file."""

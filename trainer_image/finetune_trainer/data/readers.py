@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from finetune_contract.layout import FailureClass
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.raw_files import (
     COMPRESSIONS,
     LINE_BYTES,
@@ -44,7 +45,6 @@ from finetune_trainer.data.text_formats import (
     shortened_value,
     text_lines,
 )
-from finetune_trainer.failures import StageError
 
 _CHUNK_ROWS = 65_536
 """Limit of rows in one Arrow chunk."""

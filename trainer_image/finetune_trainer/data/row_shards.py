@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from finetune_contract.layout import FailureClass
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.prepared import PreparedSplit, arrow_table
 from finetune_trainer.data.raw_files import ReadRow, Rejected, unreadable
 from finetune_trainer.data.readers import as_column, format_of, has_lines, is_compressed, read, rows_between, text_rows
@@ -36,7 +37,6 @@ from finetune_trainer.data.sources import (
     SplitSource,
     check_columns,
 )
-from finetune_trainer.failures import StageError
 
 T = TypeVar("T")
 MOST_BYTES = 4 << 20

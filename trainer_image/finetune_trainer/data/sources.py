@@ -23,12 +23,12 @@ import pyarrow as pa
 
 from finetune_contract.data_settings import DataSource
 from finetune_contract.layout import FailureClass
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.uris import Uri, hub_name, local_path, package_path
 from finetune_trainer.data.prepared import arrow_table, dataset_of
 from finetune_trainer.data.readers import ENDINGS, SUFFIXES, format_of, read
 from finetune_trainer.data.spool import Spool
-from finetune_trainer.failures import StageError
-from finetune_trainer.models import hub_error
-from finetune_trainer.uris import Uri, hub_name, local_path, package_path
+from finetune_trainer.models.loading import hub_error
 
 Role: TypeAlias = Literal["train", "validation", "test", "predict"]
 SPLIT_ROLES: tuple[Role, ...] = ("train", "validation", "test")

@@ -15,6 +15,7 @@ from operator import eq
 from typing import IO, Any, NoReturn
 
 from finetune_contract.layout import FailureClass
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.raw_files import (
     LINE_BYTES,
     RawFile,
@@ -25,7 +26,6 @@ from finetune_trainer.data.raw_files import (
     open_decompressed,
     unreadable,
 )
-from finetune_trainer.failures import StageError
 
 ARRAY_BYTES = 1 << 30
 """Largest file that is one JSON array, in bytes without compression: it is read whole, and parsing takes some 5 GB."""

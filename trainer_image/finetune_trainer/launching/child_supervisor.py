@@ -56,7 +56,7 @@ def grace_seconds() -> int:
     """Return the time for ranks to save and end; the pod's grace period is two margins longer. StageError CONFIG."""
     text = os.environ.get(ENV_GRACE_SECONDS, str(DEFAULT_GRACE_SECONDS))
     if not text.isdecimal():
-        from finetune_trainer.failures import StageError
+        from finetune_trainer.core.failures import StageError
 
         raise StageError(
             FailureClass.CONFIG,

@@ -25,11 +25,11 @@ from pydantic import ValidationError
 from finetune_contract.contract_models import Message
 from finetune_contract.layout import EXIT_CODES, EXIT_OK, FailureClass
 from finetune_contract.report import FailureReport
-from finetune_trainer import collection
-from finetune_trainer.distributed import LOOPBACK, START_SECONDS, free_port
-from finetune_trainer.failures import StageError, classify
-from finetune_trainer.files import write_atomically
-from finetune_trainer.jobs import read_job, world_of
+from finetune_trainer.core import garbage_collection
+from finetune_trainer.core.distributed import LOOPBACK, START_SECONDS, free_port
+from finetune_trainer.core.failures import StageError, classify
+from finetune_trainer.core.files import write_atomically
+from finetune_trainer.core.job_file import read_job, world_of
 
 _DEFAULT_PORT = 29400
 _POLL_SECONDS = 1.0
@@ -162,7 +162,7 @@ def run(arguments: argparse.Namespace) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    collection.begin()
+    garbage_collection.begin()
     try:
         _launch(arguments)
     except ChildFailedError as error:
@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("program", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
     arguments.program = arguments.program[1:]  # behind the "--" that ends our own options
-    collection.put_off()
+    garbage_collection.put_off()
     code = run(arguments)
     sys.stdout.flush()
     sys.stderr.flush()

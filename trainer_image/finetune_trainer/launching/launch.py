@@ -53,9 +53,9 @@ def launch(argv: Sequence[str]) -> int:
     except BaseException as error:
         ranks = error
     from finetune_contract.report import TrainerReport
-    from finetune_trainer.failures import classify
+    from finetune_trainer.core.failures import classify
+    from finetune_trainer.core.outcome import report_path, write_report
     from finetune_trainer.launching.verdict import verdict
-    from finetune_trainer.outcome import report_path, write_report
 
     stage, name, seconds = Stage(arguments.stage), _job_name(arguments.job), time.monotonic() - started
     if isinstance(ranks, Ranks):
@@ -84,8 +84,8 @@ def launch(argv: Sequence[str]) -> int:
 
 
 def _job_name(file: Path) -> str:
-    from finetune_trainer.failures import StageError
-    from finetune_trainer.jobs import read_job
+    from finetune_trainer.core.failures import StageError
+    from finetune_trainer.core.job_file import read_job
 
     try:
         return read_job(file).name
@@ -168,8 +168,8 @@ def _child(arguments: argparse.Namespace, rank: int, size: int) -> Ranks:
 
 def _index(arguments: argparse.Namespace) -> Ranks:
     """Run one rank, numbered by this pod's index in an Indexed Job, as a child process."""
-    from finetune_trainer.failures import StageError
-    from finetune_trainer.jobs import read_job
+    from finetune_trainer.core.failures import StageError
+    from finetune_trainer.core.job_file import read_job
 
     text, job = os.environ.get(ENV_INDEX, ""), read_job(arguments.job)
     sizes = {Stage.PREPARE: job.preparation.pods, Stage.PREDICT: job.predict.workers if job.predict else 1}
@@ -195,7 +195,7 @@ def _torchrun(arguments: argparse.Namespace) -> Ranks:
         command += ["--job", str(arguments.job), "--stage", arguments.stage]
         command += ["--grace", str(grace_seconds()), "--report", str(agent_report), "--logs", str(scratch / "logs")]
         end, reports = _run(arguments, [*command, "--", *_program(arguments)], scratch)
-        from finetune_trainer.jobs import read_job, world_of
+        from finetune_trainer.core.job_file import read_job, world_of
         from finetune_trainer.launching.elastic import AgentReport
 
         agent = AgentReport.read(agent_report)
@@ -208,7 +208,7 @@ def _mpirun(arguments: argparse.Namespace) -> Ranks:
     import shutil
     import socket
 
-    from finetune_trainer.jobs import read_job, world_of
+    from finetune_trainer.core.job_file import read_job, world_of
     from finetune_trainer.launching import mpi
 
     job = read_job(arguments.job)

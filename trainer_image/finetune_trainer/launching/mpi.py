@@ -19,7 +19,7 @@ from pathlib import Path
 from finetune_contract.layout import ENV_FORWARD, MPI_HOSTFILE, SSH_PORT, FailureClass
 from finetune_contract.report import FailureReport
 from finetune_contract.trainer_job import World
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.failures import StageError
 
 ENV_HOSTFILE = "OMPI_MCA_orte_default_hostfile"
 NAMES_SECONDS = 120.0

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune_trainer.nccl import DUMP_PREFIX, nccl_warnings
+from finetune_trainer.devices.nccl import DUMP_PREFIX, nccl_warnings
 
 MOST_LINES = 40
 _LIBRARIES = ("/torch/", "/transformers/", "/accelerate/", "/deepspeed/")

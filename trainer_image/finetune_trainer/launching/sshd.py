@@ -26,9 +26,9 @@ from pathlib import Path
 import psutil
 
 from finetune_contract.layout import EXIT_OK, SSH_PORT, FailureClass
-from finetune_trainer.failures import StageError, classify
+from finetune_trainer.core.failures import StageError, classify
+from finetune_trainer.core.stage_console import settle_console
 from finetune_trainer.launching.child_supervisor import ChildSupervisor, grace_seconds
-from finetune_trainer.stage_console import settle_console
 
 _SESSION_VARIABLES = frozenset({"PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "HF_HOME"})
 _SESSION_PREFIXES = ("NVIDIA_",)

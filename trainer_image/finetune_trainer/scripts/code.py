@@ -20,8 +20,8 @@ from pydantic import ValidationError
 from finetune_contract.contract_models import Message
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
 from finetune_contract.trainer_job import Script
-from finetune_trainer.failures import StageError, first_of
-from finetune_trainer.files import write_synced
+from finetune_trainer.core.failures import StageError, first_of
+from finetune_trainer.core.files import write_synced
 from finetune_trainer.scripts.git import fetch
 
 log = logging.getLogger(__name__)

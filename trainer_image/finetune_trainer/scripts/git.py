@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune_contract.layout import FailureClass
-from finetune_trainer.failures import StageError, first_of
+from finetune_trainer.core.failures import StageError, first_of
 
 _SETTINGS = {
     "core.hooksPath": "/dev/null",

@@ -13,9 +13,15 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
 from finetune_contract.report import Communication
-from finetune_trainer.failures import StageError
-from finetune_trainer.nccl import nccl_log, refuse_sockets, settle_nccl_log, unusable_network, warn_of_locked_memory
-from finetune_trainer.nccl_log import network_of
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.devices.nccl import (
+    nccl_log,
+    refuse_sockets,
+    settle_nccl_log,
+    unusable_network,
+    warn_of_locked_memory,
+)
+from finetune_trainer.devices.nccl_log import network_of
 
 if TYPE_CHECKING:
     from finetune_contract.trainer_job import World

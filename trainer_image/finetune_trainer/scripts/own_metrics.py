@@ -13,7 +13,7 @@ from finetune_contract.inference_settings import Gate
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.metrics import metrics_of
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.failures import StageError
 
 _PREFIXES = ("", "eval_", "test_")
 """Prefixes that `save_metrics` has in a program for the metrics of its splits, in the order of preference."""

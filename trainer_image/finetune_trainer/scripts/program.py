@@ -33,20 +33,19 @@ from finetune_contract.layout import (
     JobPaths,
 )
 from finetune_contract.trainer_job import Script, TrainerJob
-from finetune_trainer.distributed import ProcessWorld, settle_rank
-from finetune_trainer.failures import StageError, classify_text
-from finetune_trainer.files import share
-from finetune_trainer.findings import Findings
+from finetune_trainer.core.distributed import ProcessWorld, settle_rank
+from finetune_trainer.core.failures import StageError, classify_text
+from finetune_trainer.core.files import share
+from finetune_trainer.core.interruption import preempted
+from finetune_trainer.core.progress import Findings, ProgressSink
 from finetune_trainer.launching.child_supervisor import ChildSupervisor, End, grace_seconds
-from finetune_trainer.models import WEIGHT_FILES
-from finetune_trainer.progress import ProgressSink
-from finetune_trainer.reporting import merge_metrics
+from finetune_trainer.models.loading import WEIGHT_FILES
+from finetune_trainer.report.reporting import merge_metrics
 from finetune_trainer.scripts import site
 from finetune_trainer.scripts.code import Program, open_code
 from finetune_trainer.scripts.network_watch import network_watch
 from finetune_trainer.scripts.relay import relayed
 from finetune_trainer.scripts.script_inputs import Origin, check_origin, former_model, make_folders, variables
-from finetune_trainer.training.interruption import preempted
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from pydantic import ValidationError
 
 from finetune_contract.layout import ENV_KUBEFLOW_TOKEN, ENV_KUBEFLOW_URL
 from finetune_contract.report import KubeflowUpdate
-from finetune_trainer.distributed import LOOPBACK
-from finetune_trainer.progress import NoProgress, ProgressSink
+from finetune_trainer.core.distributed import LOOPBACK
+from finetune_trainer.core.progress import NoProgress, ProgressSink
 
 _BODY_LIMIT_BYTES = 1 << 16
 _NAMES = {"loss": ("loss", "train_loss"), "epoch": ("epoch", "current_epoch")}

@@ -32,11 +32,11 @@ from finetune_contract.layout import (
     JobPaths,
 )
 from finetune_contract.trainer_job import Script, TrainerJob
-from finetune_trainer.failures import StageError, other_settings
-from finetune_trainer.files import write_atomically
-from finetune_trainer.models import load_config, resolve_model
+from finetune_trainer.core.failures import StageError, other_settings
+from finetune_trainer.core.files import write_atomically
+from finetune_trainer.core.uris import Uri, local_path, package_path
+from finetune_trainer.models.loading import load_config, resolve_model
 from finetune_trainer.scripts.code import Program
-from finetune_trainer.uris import Uri, local_path, package_path
 
 log = logging.getLogger(__name__)
 

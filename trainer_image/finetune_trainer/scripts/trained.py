@@ -5,7 +5,7 @@ from __future__ import annotations
 from finetune_contract.data_settings import ModelSource
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.failures import StageError
 
 
 def job_of_trained_model(job: TrainerJob, paths: JobPaths) -> TrainerJob:

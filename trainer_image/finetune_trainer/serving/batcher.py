@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeAlias
 
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.serving.fair_lock import FairLock
 from finetune_trainer.serving.request_rows import Form, RequestError, Row
 from finetune_trainer.serving.serving_engine import EncodedRow, ServingEngine

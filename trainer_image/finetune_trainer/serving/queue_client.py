@@ -12,10 +12,10 @@ from starlette.requests import Request
 from finetune_contract.choices import WRITING_TASKS
 from finetune_contract.inference_settings import Generation
 from finetune_trainer.serving.batcher import Ticket
+from finetune_trainer.serving.protocols.text_pieces import TextPieces
 from finetune_trainer.serving.request_rows import Form, RequestError, check_rows
 from finetune_trainer.serving.server_state import ServerState
 from finetune_trainer.serving.serving_engine import refuse_roles
-from finetune_trainer.serving.text_pieces import TextPieces
 
 DEADLINE_HEADERS = ("x-request-timeout-ms", "x-envoy-expected-rq-timeout-ms")
 

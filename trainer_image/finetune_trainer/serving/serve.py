@@ -22,11 +22,11 @@ from finetune_contract.layout import (
     JobPaths,
 )
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer import collection
-from finetune_trainer.failures import StageError, classify, needed_library
-from finetune_trainer.jobs import read_job
-from finetune_trainer.stage_console import quiet_libraries, settle_console
-from finetune_trainer.unused_libraries import leave_out_unused
+from finetune_trainer.core import garbage_collection
+from finetune_trainer.core.failures import StageError, classify, needed_library
+from finetune_trainer.core.job_file import read_job
+from finetune_trainer.core.stage_console import quiet_libraries, settle_console
+from finetune_trainer.core.unused_libraries import leave_out_unused
 
 log = logging.getLogger("finetune_trainer")
 
@@ -35,7 +35,7 @@ def serve(argv: Sequence[str]) -> int:
     """Serve until SIGTERM, and return the exit code."""
     arguments = _parse(argv)
     settle_console(0)
-    collection.put_off()
+    garbage_collection.put_off()
     quiet_libraries()
     # A batch of a few texts is done before other threads wake up; on a busy machine they cost many times as much.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -105,6 +105,6 @@ def revision_of(job: TrainerJob, paths: JobPaths) -> str:
     """Return a short digest that identifies the weights of a trained model, else the revision in the job."""
     if not job.trains:
         return job.model.revision
-    from finetune_trainer.inference.runner import weights_version
+    from finetune_trainer.predict.runner import weights_version
 
     return hashlib.sha256(json.dumps(weights_version(job, paths)).encode()).hexdigest()[:12]

@@ -22,14 +22,14 @@ from finetune_contract.choices import InferencePrecision, Task
 from finetune_contract.inference_settings import ServedAdapter
 from finetune_contract.layout import ADAPTER_CARD, FailureClass
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.adapter_card import AdapterCard, head_config
-from finetune_trainer.adapters import ADAPTER_WEIGHTS, head_modules
-from finetune_trainer.device_units import TORCH_TYPES
-from finetune_trainer.failures import StageError, first_of
-from finetune_trainer.models import resolve_model, weights_digest
+from finetune_trainer.core.failures import StageError, first_of
+from finetune_trainer.core.uris import Uri, local_path
+from finetune_trainer.devices.device_units import TORCH_TYPES
+from finetune_trainer.models.adapter_card import AdapterCard, head_config
+from finetune_trainer.models.adapters import ADAPTER_WEIGHTS, head_modules
+from finetune_trainer.models.loading import resolve_model, weights_digest
 from finetune_trainer.tasks.heads import adopt_padding, name_labels
 from finetune_trainer.tasks.task_protocol import Labels, TaskModule
-from finetune_trainer.uris import Uri, local_path
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel

@@ -21,10 +21,10 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from finetune_contract.layout import METRICS_PATH
-from finetune_trainer.inference.answering import Answerer
-from finetune_trainer.serving import hugging_face_json, open_inference
+from finetune_trainer.predict.answering import Answerer
 from finetune_trainer.serving import page as page_of
-from finetune_trainer.serving.binary_tensors import (
+from finetune_trainer.serving.protocols import hugging_face_json, open_inference
+from finetune_trainer.serving.protocols.binary_tensors import (
     EXTENSION,
     LENGTH_HEADER,
     infer_response,
@@ -32,10 +32,10 @@ from finetune_trainer.serving.binary_tensors import (
     wanted_as_bytes,
     with_decoded_inputs,
 )
-from finetune_trainer.serving.http_json import json_response, parameters_of, parsed_json, read_body, read_json
-from finetune_trainer.serving.openai_handlers import TASKS as OPENAI_TASKS
-from finetune_trainer.serving.openai_handlers import OpenAIHandlers
-from finetune_trainer.serving.openapi_document import openapi_document
+from finetune_trainer.serving.protocols.http_json import json_response, parameters_of, parsed_json, read_body, read_json
+from finetune_trainer.serving.protocols.openai_handlers import TASKS as OPENAI_TASKS
+from finetune_trainer.serving.protocols.openai_handlers import OpenAIHandlers
+from finetune_trainer.serving.protocols.openapi_document import openapi_document
 from finetune_trainer.serving.queue_client import QueueClient
 from finetune_trainer.serving.request_rows import RequestError
 from finetune_trainer.serving.server_state import ServerState

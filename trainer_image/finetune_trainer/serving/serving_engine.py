@@ -19,16 +19,16 @@ from finetune_contract.choices import WRITING_TASKS
 from finetune_contract.inference_settings import CPU_BATCH_TOKENS, Generation, Prediction, Serving
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer import collection
-from finetune_trainer.data.prepare import labels_of_model
+from finetune_trainer.core import garbage_collection
+from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data.prepared import POSITION, FeatureBatch, FeatureSet, PreparedSplit
 from finetune_trainer.data.row_shards import ShardKey
-from finetune_trainer.data.shards import Encoder
 from finetune_trainer.data.sources import RawSplit
-from finetune_trainer.inference.answering import Answerer, RequestedColumns, coding_of, seed_of
-from finetune_trainer.inference.optimization.served_rung import plain_answerer, rung_to_serve, served_rung, warm_row
-from finetune_trainer.inference.runner import settle, used_model, weights_version
-from finetune_trainer.progress import NoProgress
+from finetune_trainer.predict.answering import Answerer, RequestedColumns, coding_of, seed_of
+from finetune_trainer.predict.backends.served_backend import plain_answerer, rung_to_serve, served_rung, warm_row
+from finetune_trainer.predict.runner import settle, used_model, weights_version
+from finetune_trainer.prepare.prepare import labels_of_model
+from finetune_trainer.prepare.shards import Encoder
 from finetune_trainer.scripts.trained import job_of_trained_model
 from finetune_trainer.serving.request_rows import Form, RequestError, Row, input_forms
 from finetune_trainer.serving.stop_texts import first_stop
@@ -106,7 +106,7 @@ class ServingEngine:
         """Load the model, once, and convert it if the job requests it. StageErrors of the model and of the rung."""
         if self.models:
             return
-        collection.begin_with_models()
+        garbage_collection.begin_with_models()
         serving, paths, job = self.serving, self.paths, self.job
         version, judged = weights_version(job, paths), rung_to_serve(job, paths, serving.optimization)
         if self.trained:

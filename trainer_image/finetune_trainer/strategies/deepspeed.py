@@ -21,10 +21,10 @@ from finetune_contract.choices import Precision, StrategyName
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import TimePart
 from finetune_contract.trainer_job import Strategy as StrategySettings
-from finetune_trainer.checkpoints import CheckpointPart
-from finetune_trainer.distributed import barrier
-from finetune_trainer.failures import StageError
-from finetune_trainer.files import FileEntry
+from finetune_trainer.checkpoint.checkpoints import CheckpointPart
+from finetune_trainer.core.distributed import barrier
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.files import FileEntry
 from finetune_trainer.strategies.deepspeed_import import import_deepspeed
 from finetune_trainer.strategies.strategy_protocol import (
     Placed,
@@ -115,7 +115,7 @@ class DeepSpeed:
     @property
     def _dtype(self) -> torch.dtype:
         """Type of the weights that the engine computes with."""
-        from finetune_trainer.device_units import TORCH_TYPES
+        from finetune_trainer.devices.device_units import TORCH_TYPES
 
         return TORCH_TYPES[self._precision]
 
@@ -244,7 +244,7 @@ class DeepSpeed:
         """Write the weights in the engine's precision; stage 3 gathers one parameter at a time."""
         import torch
 
-        from finetune_trainer.tensor_files import TensorForm, storage_order, write_gathered
+        from finetune_trainer.checkpoint.tensor_files import TensorForm, storage_order, write_gathered
 
         tied, persistent = tied_names(placed.model), placed.model.state_dict().keys()
         held: dict[str, torch.Tensor] = {

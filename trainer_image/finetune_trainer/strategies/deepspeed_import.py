@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from finetune_trainer.unused_libraries import not_importable
+from finetune_trainer.core.unused_libraries import not_importable
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 

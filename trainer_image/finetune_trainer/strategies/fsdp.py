@@ -15,7 +15,7 @@ from finetune_contract.choices import Precision, StrategyName
 from finetune_contract.report import TimePart
 from finetune_contract.trainer_job import Strategy as StrategySettings
 from finetune_contract.trainer_job import World
-from finetune_trainer.stored_weights import in_training_type, narrow_weights
+from finetune_trainer.models.stored_weights import in_training_type, narrow_weights
 from finetune_trainer.strategies.fsdp_groups import Group, groups_of
 from finetune_trainer.strategies.full_state import FullState
 from finetune_trainer.strategies.strategy_protocol import Placed, WeightsPlace, computes_in_bf16, expect, type_name
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from transformers import PreTrainedModel
 
-    from finetune_trainer.four_bits import FourBitLinear
+    from finetune_trainer.models.four_bits import FourBitLinear
 
 log = logging.getLogger(__name__)
 
@@ -89,12 +89,12 @@ class FullySharded(FullState):
     def _round_gathered(self, module: torch.nn.Module) -> None:
         """Have the weights of layers in fp8 gathered in that type."""
         if self._precision == "fp8":
-            from finetune_trainer.float8 import gather_in_float8
+            from finetune_trainer.models.float8 import gather_in_float8
 
             gather_in_float8(module, self._shards)
 
     def _log_gathered(self, model: PreTrainedModel) -> None:
-        from finetune_trainer.float8 import gathered_in_bf16
+        from finetune_trainer.models.float8 import gathered_in_bf16
 
         if left := gathered_in_bf16(model):
             log.warning(
@@ -150,7 +150,7 @@ class FullySharded(FullState):
 
     def _assert_rounded(self, model: torch.nn.Module) -> None:
         """Expect gathers in fp8 of all weights whose rows divide evenly."""
-        from finetune_trainer.float8 import gathered_in_bf16
+        from finetune_trainer.models.float8 import gathered_in_bf16
 
         left = gathered_in_bf16(model)
         odd = [name for name in left if cast("torch.nn.Linear", model.get_submodule(name)).out_features % self._shards]
@@ -227,7 +227,7 @@ def _whole(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _divide_packed(module: torch.nn.Module, device: str) -> None:
-    """Prepare layers in 4 bits for their division (`finetune_trainer.four_bits`)."""
+    """Prepare layers in 4 bits for their division (`finetune_trainer.models.four_bits`)."""
     for each in module.modules():
         # Layers of peft around one show its weight as their own.
         if hasattr(each, "divide_on") and getattr(each.weight, "quant_state", None) is not None:

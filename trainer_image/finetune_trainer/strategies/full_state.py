@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_contract.trainer_job import WHOLE_CHECKPOINTS
-from finetune_trainer.checkpoints import CheckpointPart
-from finetune_trainer.distributed import barrier
-from finetune_trainer.files import FileEntry
+from finetune_trainer.checkpoint.checkpoints import CheckpointPart
+from finetune_trainer.core.distributed import barrier
+from finetune_trainer.core.files import FileEntry
 from finetune_trainer.strategies.strategy_protocol import Placed, ReplicaStep, WeightsPlace, tied_names
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class FullState:
 
     def write_weights(self, placed: Placed, path: Path) -> FileEntry | None:
         """Gather one weight after another on every process, and write them on rank 0."""
-        from finetune_trainer.tensor_files import TensorForm, storage_order, write_gathered
+        from finetune_trainer.checkpoint.tensor_files import TensorForm, storage_order, write_gathered
 
         weights = _weights(placed)
         forms = {name: TensorForm.of(value) for name, value in weights.items()}

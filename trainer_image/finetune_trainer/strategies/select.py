@@ -8,15 +8,15 @@ from typing import Any, assert_never
 
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import Training
-from finetune_trainer.failures import StageError
-from finetune_trainer.strategies import sequence
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.strategies.ddp import DataParallel
 from finetune_trainer.strategies.deepspeed import DeepSpeed
-from finetune_trainer.strategies.divided_optimizer import DividedOptimizer
 from finetune_trainer.strategies.fsdp import FullySharded
-from finetune_trainer.strategies.model_parallel import ModelParallel, refuse_broken_passes
-from finetune_trainer.strategies.sharded_replicas import ShardedReplicas
 from finetune_trainer.strategies.single import Single
+from finetune_trainer.strategies.splitting import sequence
+from finetune_trainer.strategies.splitting.divided_optimizer import DividedOptimizer
+from finetune_trainer.strategies.splitting.model_parallel import ModelParallel, refuse_broken_passes
+from finetune_trainer.strategies.splitting.sharded_replicas import ShardedReplicas
 from finetune_trainer.strategies.strategy_protocol import Strategy
 
 

@@ -42,13 +42,19 @@ from torch.futures import Future
 
 from finetune_contract.contract_models import Message
 from finetune_contract.layout import FailureClass
-from finetune_trainer.checkpoints import CheckpointPart
-from finetune_trainer.distributed import patiently_gathered, waiting_group
-from finetune_trainer.failures import StageError
-from finetune_trainer.files import EntryName, FileEntry, write_hashed
-from finetune_trainer.strategies.divided_tensors import blocks_of
+from finetune_trainer.checkpoint.checkpoints import CheckpointPart
+from finetune_trainer.checkpoint.tensor_files import (
+    TensorForm,
+    storage_order,
+    type_name_of,
+    type_of_name,
+    write_tensors,
+)
+from finetune_trainer.core.distributed import patiently_gathered, waiting_group
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.files import EntryName, FileEntry, write_hashed
+from finetune_trainer.strategies.splitting.divided_tensors import blocks_of
 from finetune_trainer.strategies.staging_memory import StagingMemory
-from finetune_trainer.tensor_files import TensorForm, storage_order, type_name_of, type_of_name, write_tensors
 
 _FROM_GPU = StagingMemory()
 """Memory of copies of this process's GPU; a process has one training."""

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from finetune_contract.choices import Precision, StrategyName
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import TimePart
-from finetune_trainer.checkpoints import CheckpointPart
-from finetune_trainer.failures import StageError
-from finetune_trainer.files import FileEntry
+from finetune_trainer.checkpoint.checkpoints import CheckpointPart
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.files import FileEntry
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from finetune_trainer.strategies.pipeline import Pipeline
     from finetune_trainer.strategies.shard_files import StagedState
+    from finetune_trainer.strategies.splitting.pipeline import Pipeline
 
 
 WeightsPlace = Literal["files", "device"]

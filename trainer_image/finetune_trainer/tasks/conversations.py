@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from finetune_contract.layout import FailureClass
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.failures import StageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.failures import StageError
-from finetune_trainer.models import load_error, load_tokenizer, resolve_model
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.models.loading import load_error, load_tokenizer, resolve_model
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from finetune_trainer.core.failures import first_of
 from finetune_trainer.data.sources import RawSplit
-from finetune_trainer.failures import first_of
 from finetune_trainer.tasks.row_checks import class_names, row_error
 
 PATH = "dataset.columns.label"

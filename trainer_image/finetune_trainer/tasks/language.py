@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune_contract.choices import LabelForm
 from finetune_contract.data_settings import Columns
-from finetune_trainer.data.slices import NOT_LEARNT
+from finetune_trainer.core.slices import NOT_LEARNT
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.task_protocol import Answer, LabelPlace, Labels, Writer
 from finetune_trainer.tasks.writing import TEXT_SCHEMA, WRITTEN, DecoderWriter, surprising_rows, text_table, written

@@ -20,10 +20,10 @@ from finetune_contract.inference_settings import Generation
 from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import METRICS
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.data.slices import NOT_LEARNT
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
-from finetune_trainer.failures import StageError
-from finetune_trainer.models import load_config
+from finetune_trainer.models.loading import load_config
 from finetune_trainer.tasks.encoding import never_empty
 from finetune_trainer.tasks.language import LanguageTask
 from finetune_trainer.tasks.padding import padded

@@ -19,9 +19,9 @@ from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts
 from finetune_contract.metrics import METRICS
 from finetune_contract.trainer_job import Preference, TrainerJob
-from finetune_trainer.data.slices import NOT_LEARNT
+from finetune_trainer.core.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
-from finetune_trainer.models import load_config
+from finetune_trainer.models.loading import load_config
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.conversations import ASSISTANT, conversation, require_template
 from finetune_trainer.tasks.encoding import completions, prompts

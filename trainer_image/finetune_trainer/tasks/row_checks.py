@@ -12,8 +12,8 @@ import pyarrow.compute as pc
 
 from finetune_contract.data_settings import Columns
 from finetune_contract.layout import FailureClass
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.sources import RawSplit
-from finetune_trainer.failures import StageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

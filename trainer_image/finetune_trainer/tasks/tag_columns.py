@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.sources import RawSplit
-from finetune_trainer.failures import StageError
 from finetune_trainer.tasks.row_checks import is_list, is_text, row_error, shown_names
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
-from finetune_trainer.failures import StageError
-from finetune_trainer.models import load_config
+from finetune_trainer.models.loading import load_config
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.class_figures import Confusion, informative_rows
 from finetune_trainer.tasks.encoding import encodings, never_empty

@@ -21,11 +21,11 @@ from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import METRICS
 from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.slices import FOLLOWING, LABELS, NOT_LEARNT
 from finetune_trainer.data.packing import SIZES
-from finetune_trainer.data.slices import FOLLOWING, LABELS, NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
-from finetune_trainer.failures import StageError
-from finetune_trainer.models import load_config
+from finetune_trainer.models.loading import load_config
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.conversations import ASSISTANT, conversation, require_template
 from finetune_trainer.tasks.encoding import completions, plain_ids, prompts

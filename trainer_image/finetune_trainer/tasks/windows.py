@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from finetune_contract.layout import FailureClass
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.tasks.task_protocol import Coding
 
 

@@ -15,9 +15,9 @@ from finetune_contract.choices import Stage
 from finetune_contract.inference_settings import Generation
 from finetune_contract.layout import FailureClass
 from finetune_contract.plans import JUDGED_LOGITS, REQUESTED_LOGITS
-from finetune_trainer.data.slices import NOT_LEARNT
-from finetune_trainer.failures import StageError
-from finetune_trainer.models import position_limit
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.slices import NOT_LEARNT
+from finetune_trainer.models.loading import position_limit
 from finetune_trainer.tasks.task_protocol import Answer, Feature
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from finetune_trainer.core.distributed import lowest, summed
+from finetune_trainer.core.slices import WHOLE, TokenSlice
 from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.data.slices import WHOLE, TokenSlice
-from finetune_trainer.distributed import lowest, summed
-from finetune_trainer.pass_memory import PassMemory, fitted_tokens
+from finetune_trainer.devices.pass_memory import PassMemory, fitted_tokens
 from finetune_trainer.tasks.task_protocol import Answer, TaskModule
 
 if TYPE_CHECKING:

@@ -37,12 +37,12 @@ from transformers.integrations.neftune import activate_neftune
 from transformers.trainer_pt_utils import get_parameter_names
 
 from finetune_contract.choices import OptimizerName
-from finetune_trainer.distributed import summed
+from finetune_trainer.core.distributed import summed
 from finetune_trainer.strategies.strategy_protocol import Placed, Strategy, expect
 from finetune_trainer.tasks.task_protocol import REFERENCE
-from finetune_trainer.training.compiled_blocks import CompiledBlocks, compile_blocks
+from finetune_trainer.training.passes.compiled_blocks import CompiledBlocks, compile_blocks
+from finetune_trainer.training.passes.unused_weights import LossOf, may_leave_weights_unused
 from finetune_trainer.training.training_arguments import is_optimizer
-from finetune_trainer.training.unused_weights import LossOf, may_leave_weights_unused
 
 _NOT_DECAYED = ("bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 """Name patterns of weights without weight decay, besides all of `nn.LayerNorm`; those of transformers' Trainer, whose

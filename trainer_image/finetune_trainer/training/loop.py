@@ -30,21 +30,21 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from finetune_contract.choices import CheckpointingMode, OptimizerName
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import TimePart
-from finetune_trainer.adapters import Adapted
-from finetune_trainer.allocator import give_back_freed_memory
-from finetune_trainer.data.slices import LABELS
-from finetune_trainer.distributed import summed
-from finetune_trainer.failures import StageError
-from finetune_trainer.float8 import InFloat8
-from finetune_trainer.packed_attention import PackAttention, WithMasks
+from finetune_trainer.core.allocator import give_back_freed_memory
+from finetune_trainer.core.distributed import summed
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.interruption import Interruption, preempted
+from finetune_trainer.core.slices import LABELS
+from finetune_trainer.models.adapters import Adapted
+from finetune_trainer.models.float8 import InFloat8
 from finetune_trainer.strategies.strategy_protocol import Placed, Strategy
 from finetune_trainer.tasks.task_protocol import REFERENCE, Objective
-from finetune_trainer.training.activations import Activations, OnDevice, assert_checkpointing_in_effect
 from finetune_trainer.training.engine import StepFigures, engine_of
-from finetune_trainer.training.interruption import Interruption, preempted
-from finetune_trainer.training.known_padding import KnownPadding, known_padding
-from finetune_trainer.training.objective import ModelLoss
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows, micro_batches
+from finetune_trainer.training.passes.activations import Activations, OnDevice, assert_checkpointing_in_effect
+from finetune_trainer.training.passes.known_padding import KnownPadding, known_padding
+from finetune_trainer.training.passes.objective import ModelLoss
+from finetune_trainer.training.passes.packed_attention import PackAttention, WithMasks
 from finetune_trainer.training.reference_answers import NoReference, Reference
 from finetune_trainer.training.timing import Lap, PartClock
 from finetune_trainer.training.validation_rounds import Validation

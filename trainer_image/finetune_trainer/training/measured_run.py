@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from finetune_contract.choices import Device
 from finetune_contract.plan_check import ALLOCATOR, PROCESS, TENSORS, TRAINING
-from finetune_trainer.pass_memory import CudaMemory
+from finetune_trainer.devices.pass_memory import CudaMemory
 from finetune_trainer.strategies.strategy_protocol import Placed
 
 PARAMETERS, OPTIMIZER_STATE = "parameters", "optimizer state"
-"""Names of terms in the plan (`finetune_operator.planning.memory`)."""
+"""Names of terms in the plan (`finetune_operator.plan.memory.process_memory`)."""
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import Batch
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.slices import WHOLE, TokenSlice
 from finetune_trainer.data.batches import training_order
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.data.slices import WHOLE, TokenSlice
-from finetune_trainer.failures import StageError
 from finetune_trainer.tasks.task_protocol import DRAW
 from finetune_trainer.training.reference_answers import ReferenceAnswers
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from finetune_trainer.distributed import ProcessWorld, gathered
-from finetune_trainer.files import replaced
+from finetune_trainer.core.distributed import ProcessWorld, gathered
+from finetune_trainer.core.files import replaced
 from finetune_trainer.tasks.task_protocol import REFERENCE, Answer
 from finetune_trainer.training.dealing import DealtSplit
 

@@ -21,37 +21,37 @@ from finetune_contract.plan_check import PlannedTraining
 from finetune_contract.plans import REQUESTED_LOGITS
 from finetune_contract.report import Communication
 from finetune_contract.trainer_job import TrainerJob, Training
-from finetune_trainer.adapters import adapt
-from finetune_trainer.allocator import give_back_freed_memory
-from finetune_trainer.checkpoints import CheckpointStore, identity
+from finetune_trainer.checkpoint.checkpoints import CheckpointStore, identity
+from finetune_trainer.checkpoint.signing import signer_of
+from finetune_trainer.checkpoint.spread_hashing import SpreadHashing
+from finetune_trainer.core.allocator import give_back_freed_memory
+from finetune_trainer.core.distributed import ProcessWorld, gathered
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.interruption import Interruption
+from finetune_trainer.core.progress import ProgressSink
+from finetune_trainer.core.stage_console import quiet_transformers
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.distributed import ProcessWorld, gathered
-from finetune_trainer.failures import StageError
-from finetune_trainer.float8 import InFloat8, convert
-from finetune_trainer.metric_names import refuse_unknown_metrics
-from finetune_trainer.models import pinned, weights_digest
-from finetune_trainer.packed_attention import pack_attention
-from finetune_trainer.pass_memory import device_memory
-from finetune_trainer.progress import ProgressSink
-from finetune_trainer.signing import signer_of
-from finetune_trainer.spread_hashing import SpreadHashing
-from finetune_trainer.stage_console import quiet_transformers
-from finetune_trainer.stored_weights import as_stored, log_private_weights, place_on
+from finetune_trainer.devices.pass_memory import device_memory
+from finetune_trainer.models.adapters import adapt
+from finetune_trainer.models.float8 import InFloat8, convert
+from finetune_trainer.models.loading import pinned, weights_digest
+from finetune_trainer.models.stored_weights import as_stored, log_private_weights, place_on
+from finetune_trainer.report.history import History, RunFigures
 from finetune_trainer.strategies.select import strategy_for
 from finetune_trainer.strategies.strategy_protocol import Strategy
+from finetune_trainer.tasks.metric_names import refuse_unknown_metrics
 from finetune_trainer.tasks.task_protocol import Objective, compared
 from finetune_trainer.tasks.task_registry import task_of
-from finetune_trainer.training.activations import InHostMemory, OnDevice
-from finetune_trainer.training.chunked_loss import chunk_loss
-from finetune_trainer.training.compiled_blocks import with_working_compiler
 from finetune_trainer.training.dealing import Deal
-from finetune_trainer.training.dropout import share_random_bits
-from finetune_trainer.training.history import History, RunFigures
-from finetune_trainer.training.interruption import Interruption
 from finetune_trainer.training.loop import LoopParts, Observer, TrainingLoop
 from finetune_trainer.training.measured_run import peak_memory, resident_peak
-from finetune_trainer.training.objective import objective_of
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
+from finetune_trainer.training.passes.activations import InHostMemory, OnDevice
+from finetune_trainer.training.passes.chunked_loss import chunk_loss
+from finetune_trainer.training.passes.compiled_blocks import with_working_compiler
+from finetune_trainer.training.passes.dropout import share_random_bits
+from finetune_trainer.training.passes.objective import objective_of
+from finetune_trainer.training.passes.packed_attention import pack_attention
 from finetune_trainer.training.reference_answers import KeptReference, NoReference, Reference, ReferenceAnswers
 from finetune_trainer.training.run_figures import (
     Measurements,

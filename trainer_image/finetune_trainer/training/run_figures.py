@@ -10,11 +10,11 @@ from typing import Any
 from finetune_contract.measured_devices import MeasuredDevices
 from finetune_contract.plan_check import MeasuredTraining, PlannedTraining, check_plan
 from finetune_contract.report import Communication
-from finetune_trainer.checkpoints import CheckpointStore
-from finetune_trainer.model_card import write_model_card
-from finetune_trainer.reporting import merge_metrics, training_environment, write_environment
+from finetune_trainer.checkpoint.checkpoints import CheckpointStore
+from finetune_trainer.report.history import RunFigures
+from finetune_trainer.report.model_card import write_model_card
+from finetune_trainer.report.reporting import merge_metrics, training_environment, write_environment
 from finetune_trainer.strategies.strategy_protocol import Strategy
-from finetune_trainer.training.history import RunFigures
 from finetune_trainer.training.measured_run import PeakMemory
 from finetune_trainer.training.run_inputs import TrainingRun
 from finetune_trainer.training.stopping import EarlyStopper, NeverStop

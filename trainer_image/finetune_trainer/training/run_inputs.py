@@ -14,11 +14,11 @@ from pydantic import ValidationError
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.plan_check import PlannedTraining
 from finetune_contract.trainer_job import TrainerJob, Training
+from finetune_trainer.core.distributed import ProcessWorld
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.slices import TokenSlice
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.data.slices import TokenSlice
-from finetune_trainer.distributed import ProcessWorld
-from finetune_trainer.failures import StageError
-from finetune_trainer.strategies.mesh import MeshShape
+from finetune_trainer.strategies.splitting.mesh import MeshShape
 from finetune_trainer.strategies.strategy_protocol import Strategy
 from finetune_trainer.tasks.task_protocol import TaskModule
 

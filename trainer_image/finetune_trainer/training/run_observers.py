@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from finetune_contract.report import TimePart
-from finetune_trainer.progress import ProgressSink
-from finetune_trainer.training.history import History
+from finetune_trainer.core.progress import ProgressSink
+from finetune_trainer.report.history import History
 from finetune_trainer.training.loop import StepReport
 from finetune_trainer.training.timing import rounded
 

@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import Training
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.failures import StageError
-from finetune_trainer.float8 import refuse_without_library, refuse_without_units
+from finetune_trainer.models.float8 import refuse_without_library, refuse_without_units
 from finetune_trainer.tasks.task_protocol import TaskModule
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import random
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,9 @@ import torch
 
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import MOST_SAVING, CheckpointSchedule
-from finetune_trainer.checkpoints import Checkpoint, CheckpointStore, refuse_other_job
-from finetune_trainer.distributed import (
+from finetune_trainer.checkpoint.checkpoints import Checkpoint, CheckpointStore, refuse_other_job
+from finetune_trainer.checkpoint.spread_hashing import SpreadHashing, work_of_rank_0
+from finetune_trainer.core.distributed import (
     ProcessWorld,
     barrier,
     new_waiting_group,
@@ -26,12 +28,10 @@ from finetune_trainer.distributed import (
     patiently_shared,
     waiting_in,
 )
-from finetune_trainer.failures import StageError
-from finetune_trainer.files import FileEntry
-from finetune_trainer.spread_hashing import SpreadHashing, work_of_rank_0
-from finetune_trainer.storage import storage_errors_named
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.files import FileEntry
+from finetune_trainer.core.storage import storage_errors_named
 from finetune_trainer.strategies.strategy_protocol import Strategy
-from finetune_trainer.training.background_work import BackgroundWork
 
 if TYPE_CHECKING:
     from finetune_trainer.strategies.shard_files import StagedState
@@ -306,3 +306,38 @@ def set_random_state(state: dict[str, Any]) -> None:
     torch.random.set_rng_state(state["cpu"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
+
+
+# ------------------------------------------------------------------------------------------------------ background work
+
+
+class BackgroundWork:
+    """Work of one thread, begun at once. The thread is a daemon: a process that fails does not wait for it."""
+
+    def __init__(self, name: str, work: Callable[[], None]) -> None:
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # `wait` raises it
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        """True once the work has ended, also with an error."""
+        return not self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """True once the work has ended with an error."""
+        return self._error is not None
+
+    def wait(self) -> None:
+        """Wait for the end of the work, and raise its error."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error

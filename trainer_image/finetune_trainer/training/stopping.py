@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import LOWER_IS_BETTER
 from finetune_contract.trainer_job import EarlyStopping
-from finetune_trainer.distributed import ProcessWorld, barrier
-from finetune_trainer.failures import StageError
-from finetune_trainer.files import sha256_of
-from finetune_trainer.storage import storage_errors_named
+from finetune_trainer.core.distributed import ProcessWorld, barrier
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.files import sha256_of
+from finetune_trainer.core.storage import storage_errors_named
 
 if TYPE_CHECKING:
     from finetune_trainer.training.loop import TrainingLoop

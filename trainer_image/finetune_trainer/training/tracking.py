@@ -21,8 +21,8 @@ from pydantic import JsonValue
 
 from finetune_contract.arguments import Tracker, trackers
 from finetune_contract.layout import FailureClass
-from finetune_trainer.failures import StageError
-from finetune_trainer.files import write_atomically
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.files import write_atomically
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback

@@ -15,14 +15,14 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.adapters import Adapted, write_adapter_and_merge
-from finetune_trainer.files import share
-from finetune_trainer.float8 import InFloat8
-from finetune_trainer.models import load_tokenizer, position_limit
-from finetune_trainer.storage import storage_errors_named
+from finetune_trainer.checkpoint.tensor_files import mapped_tensors
+from finetune_trainer.core.files import share
+from finetune_trainer.core.storage import storage_errors_named
+from finetune_trainer.models.adapters import Adapted, write_adapter_and_merge
+from finetune_trainer.models.float8 import InFloat8
+from finetune_trainer.models.loading import load_tokenizer, position_limit
 from finetune_trainer.strategies.strategy_protocol import tied_names
 from finetune_trainer.tasks.task_protocol import Objective
-from finetune_trainer.tensor_files import mapped_tensors
 from finetune_trainer.training.loop import TrainingLoop
 from finetune_trainer.training.run_inputs import TrainingRun
 from finetune_trainer.training.stopping import EarlyStopper, NeverStop

@@ -16,9 +16,9 @@ from finetune_contract.arguments import allows_tf32, check_arguments
 from finetune_contract.choices import OptimizerName
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import Training
-from finetune_trainer.device_units import has_tf32
-from finetune_trainer.distributed import COLLECTIVE_TIMEOUT
-from finetune_trainer.failures import StageError
+from finetune_trainer.core.distributed import COLLECTIVE_TIMEOUT
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.devices.device_units import has_tf32
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -67,7 +67,7 @@ def training_arguments(training: Training, output: Path, strategy_arguments: Map
     """
     from transformers import TrainingArguments
 
-    from finetune_trainer.training.activations import checkpointing_arguments
+    from finetune_trainer.training.passes.activations import checkpointing_arguments
 
     refuse_bad_arguments(training)
     batch = training.loop_batch

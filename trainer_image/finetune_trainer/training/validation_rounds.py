@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from finetune_trainer.distributed import gathered
+from finetune_trainer.core.distributed import gathered
 from finetune_trainer.tasks.task_protocol import Answer
 from finetune_trainer.training.dealing import Deal
 from finetune_trainer.training.reference_answers import ReferenceAnswers

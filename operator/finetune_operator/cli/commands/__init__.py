@@ -1,1 +1,1 @@
-"""Commands by topic; `cli.main` puts them together."""
+"""Commands by topic; `cli.main` puts them together. Texts and options only."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from finetune_operator.cli.commands.options import AllNamespaces, Context, Form, Kubeconfig, Namespace, RunStage
-from finetune_operator.cli.console import Output, UsageError, emit, list_of, note, out, print_error
 from finetune_operator.cli.program_name import program_name
+from finetune_operator.cli.terminal.console import Output, UsageError, emit, list_of, note, out, print_error
 
 if TYPE_CHECKING:
-    from finetune_operator.cli.cluster_jobs import Cluster, Connection
+    from finetune_operator.cli.cluster.cluster_jobs import Cluster, Connection
 
 Result = TypeVar("Result")
 COMPLETE_SECONDS = 3.0
@@ -24,7 +24,7 @@ def names_of_jobs(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return a shell's completions of JOB; none if the cluster does not answer at once."""
     import asyncio
 
-    from finetune_operator.cli.cluster_jobs import ClusterError, Connection, connect
+    from finetune_operator.cli.cluster.cluster_jobs import ClusterError, Connection, connect
 
     given = ctx.params
     connection = Connection(given.get("kubeconfig"), given.get("context"), given.get("namespace"))
@@ -66,9 +66,9 @@ def status(
       finetune status -A
       finetune status reviews -o json
     """
-    from finetune_operator.cli.cluster_jobs import Connection
-    from finetune_operator.cli.jobview import Page, next_commands, print_page, print_table, utc_now
-    from finetune_operator.cli.watching import events_of
+    from finetune_operator.cli.cluster.cluster_jobs import Connection
+    from finetune_operator.cli.cluster.jobview import Page, next_commands, print_page, print_table, utc_now
+    from finetune_operator.cli.cluster.watching import events_of
 
     refuse_job_everywhere(job, all_namespaces)
     connection = Connection(kubeconfig, context, namespace)
@@ -129,8 +129,8 @@ def logs(
       finetune logs reviews --previous --rank 3
     """
     from finetune_contract.choices import Stage
-    from finetune_operator.cli.cluster_jobs import Connection
-    from finetune_operator.cli.log_following import LogSelection, follow_logs, show_logs
+    from finetune_operator.cli.cluster.cluster_jobs import Connection
+    from finetune_operator.cli.cluster.log_following import LogSelection, follow_logs, show_logs
 
     for one, other, both in (
         ("--pod", "--rank", pod is not None and rank is not None),
@@ -161,8 +161,8 @@ def watch(job: JobName, namespace: Namespace = None, context: Context = None, ku
       finetune watch reviews
       finetune watch reviews -n team-a && kubectl get ftj reviews -o jsonpath={.status.artifacts.model}
     """
-    from finetune_operator.cli.cluster_jobs import Connection
-    from finetune_operator.cli.watching import watch_job
+    from finetune_operator.cli.cluster.cluster_jobs import Connection
+    from finetune_operator.cli.cluster.watching import watch_job
 
     connection = Connection(kubeconfig, context, namespace)
     ended = in_cluster(connection, lambda cluster: watch_job(cluster, job, out(), program_name(), _flags(connection)))
@@ -185,7 +185,7 @@ def in_cluster(connection: Connection, work: Callable[[Cluster], Awaitable[Resul
     """Return the result of `work`; exit with 1 if a request to the cluster fails."""
     import asyncio
 
-    from finetune_operator.cli.cluster_jobs import ClusterError, connect
+    from finetune_operator.cli.cluster.cluster_jobs import ClusterError, connect
 
     async def connected() -> Result:
         async with connect(connection) as cluster:

@@ -15,12 +15,12 @@ from finetune_operator.cli.commands.options import (
     Kubeconfig,
     Namespace,
 )
-from finetune_operator.cli.console import Output, UsageError, emit, out
+from finetune_operator.cli.terminal.console import Output, UsageError, emit, out
 
 if TYPE_CHECKING:
-    from finetune_operator.api.types import FineTuneJob
-    from finetune_operator.cli.cluster_jobs import Cluster
-    from finetune_operator.cli.doctor_findings import Surroundings
+    from finetune_operator.cli.cluster.cluster_jobs import Cluster
+    from finetune_operator.cli.cluster.doctor_findings import Surroundings
+    from finetune_operator.spec.types import FineTuneJob
 
 
 def doctor(
@@ -51,11 +51,11 @@ def doctor(
       finetune doctor job.yaml -n team-a --settings settings.yaml
       finetune doctor job.yaml -o json
     """
-    from finetune_operator.cli.cluster_jobs import Connection
+    from finetune_operator.cli.cluster.cluster_jobs import Connection
+    from finetune_operator.cli.cluster.doctor import as_data, print_findings, survey
+    from finetune_operator.cli.cluster.doctor_findings import judge
     from finetune_operator.cli.commands.cluster_commands import in_cluster
     from finetune_operator.cli.commands.steps import checked_jobs, settings_of
-    from finetune_operator.cli.doctor import as_data, print_findings, survey
-    from finetune_operator.cli.doctor_findings import judge
 
     limits = settings_of(settings, cluster=True)
     names = [*(files or []), *(filename or [])]

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from finetune_operator.cli.commands.options import DocumentForm, Form
-from finetune_operator.cli.console import DocumentOutput, Output, UsageError, emit
 from finetune_operator.cli.program_name import COMPLETE_VARIABLE
+from finetune_operator.cli.terminal.console import DocumentOutput, Output, UsageError, emit
 
 
 class Shell(StrEnum):
@@ -29,7 +29,7 @@ def crd(output: DocumentForm = DocumentOutput.YAML) -> None:
       finetune crd > crd.yaml
       finetune crd | kubectl apply --server-side -f -
     """
-    from finetune_operator.api.crd import crd_yaml
+    from finetune_operator.spec.schema.crd import crd_yaml
 
     text = crd_yaml()
     if output is DocumentOutput.YAML:
@@ -50,14 +50,14 @@ def schema(output: DocumentForm = DocumentOutput.JSON) -> None:
       finetune schema > finetunejob.schema.json
       (then start a job file with: # yaml-language-server: $schema=finetunejob.schema.json)
     """
-    from finetune_operator.api.crd import json_schema
+    from finetune_operator.spec.schema.crd import json_schema
 
     emit([json_schema()], output)
 
 
 def fields_like(incomplete: str) -> list[str]:
     """Return a shell's completions of FIELD: the fields of the object that is typed so far."""
-    from finetune_operator.api.explain import NoSuchFieldError, find_field
+    from finetune_operator.spec.schema.explain import NoSuchFieldError, find_field
 
     above = incomplete.rpartition(".")[0]
     try:
@@ -90,7 +90,7 @@ def explain(
       finetune explain spec.resources --recursive
       finetune explain status.stages -o json
     """
-    from finetune_operator.api.explain import NoSuchFieldError, as_text, find_field
+    from finetune_operator.spec.schema.explain import NoSuchFieldError, as_text, find_field
 
     try:
         found = find_field(field or "")

@@ -24,7 +24,7 @@ from finetune_operator.cli.commands.options import (
     LocalSettings,
     Measure,
 )
-from finetune_operator.cli.console import (
+from finetune_operator.cli.terminal.console import (
     DocumentOutput,
     Output,
     UsageError,
@@ -37,15 +37,15 @@ from finetune_operator.cli.console import (
     problem_data,
     report,
 )
-from finetune_operator.launchers.launcher_rows import TRAINING
+from finetune_operator.spec.launcher_rows import TRAINING
 
 if TYPE_CHECKING:
-    from finetune_operator.api.problems import Problem
-    from finetune_operator.api.settings import Settings
-    from finetune_operator.cli.checking import EntryCheck
-    from finetune_operator.cli.job_files import Inputs, JobEntry
-    from finetune_operator.planning.gpu_nodes import Node
-    from finetune_operator.planning.plan_types import Facts, JobPlan, NodesFacts
+    from finetune_operator.cli.files.checking import EntryCheck
+    from finetune_operator.cli.files.job_files import Inputs, JobEntry
+    from finetune_operator.plan.hardware.gpu_nodes import Node
+    from finetune_operator.plan.types.plan_types import Facts, JobPlan, NodesFacts
+    from finetune_operator.spec.problems import Problem
+    from finetune_operator.spec.settings.settings import Settings
 
     Launcher: TypeAlias = StrEnum
 else:
@@ -93,12 +93,12 @@ def validate(
       cat job.yaml | finetune validate -
     """
     from finetune_operator.cli.commands.steps import print_notes, settings_of
-    from finetune_operator.cli.job_files import read_inputs
+    from finetune_operator.cli.files.job_files import read_inputs
 
     inputs = read_inputs([*(files or []), *(filename or [])], settings_of(settings, cluster=cluster))
     checked: dict[str, EntryCheck] = {}
     if data:
-        from finetune_operator.cli.checking import check_entry
+        from finetune_operator.cli.files.checking import check_entry
 
         checked = {entry.job.name: check_entry(entry) for entry in inputs.entries}
     problems = [*inputs.problems, *(found for each in checked.values() for found in each.problems)]
@@ -114,7 +114,7 @@ def validate(
 
 def _print_result(entry: JobEntry, checked: EntryCheck | None) -> None:
     if checked is not None:
-        from finetune_operator.cli.checking import print_check
+        from finetune_operator.cli.files.checking import print_check
 
         for text in checked.data.notes:
             note(f"{entry.source}:{entry.document.line}: {entry.job.name}: {text}")
@@ -272,7 +272,7 @@ def _comparison(
     """Return the function that compares a job's plans and prints them; None if one plan is requested."""
     if not others and not what_if:
         return None
-    from finetune_operator.cli.plan_comparison import Wanted, compare_forms, compare_hardware, described
+    from finetune_operator.cli.commands.plan_comparison import Wanted, compare_forms, compare_hardware, described
 
     if not what_if:
         return lambda entry, facts: compare_forms(entry, facts, limits, output)
@@ -283,7 +283,7 @@ def _comparison(
 
 def _facts_of_nodes(listed: tuple[Node, ...] | None, entry: JobEntry, limits: Settings) -> NodesFacts | None:
     """Return the GPUs of the listed nodes; None if none were listed, or the job needs none."""
-    from finetune_operator.planning.gpu_nodes import facts_of_nodes
+    from finetune_operator.plan.hardware.gpu_nodes import facts_of_nodes
 
     if listed is None or not entry.job.spec.resources.gpus_per_node:
         return None
@@ -294,7 +294,7 @@ def _print_plans(plans: Sequence[JobPlan], output: Output, picture: bool | None)
     if output is not Output.TEXT:
         emit([json.loads(job_plan.to_json()) for job_plan in plans], output)
         return
-    from finetune_operator.cli.result_tables import print_plan
+    from finetune_operator.cli.terminal.result_tables import print_plan
 
     for job_plan in plans:
         print_plan(out(), job_plan, picture=picture)
@@ -335,7 +335,7 @@ def render(
       finetune render job.yaml | kubectl apply --dry-run=server -f -
     """
     from finetune_operator.cli.commands.steps import checked_jobs, cluster_facts, hardware_of, planned, settings_of
-    from finetune_operator.planning.plan import misfits
+    from finetune_operator.plan.plan import misfits
 
     limits = settings_of(settings, cluster=True)
     node = hardware_of(hardware, limits)
@@ -362,8 +362,8 @@ def _with_launcher(entry: JobEntry, launcher: Launcher) -> JobEntry:
 
 def objects_of(entry: JobEntry, job_plan: JobPlan, settings: Settings, namespace: str | None = None) -> tuple[Any, ...]:
     """Return the job's objects, in `namespace` or in that of its file. Raise PlanRefused."""
-    from finetune_operator.launchers.launcher_registry import render as render_plan
-    from finetune_operator.rendering.render_types import RenderContext
+    from finetune_operator.jobs.launchers.launcher_registry import render as render_plan
+    from finetune_operator.jobs.render.render_types import RenderContext
 
     place = namespace or entry.job.metadata.namespace or DEFAULT_NAMESPACE
     return render_plan(job_plan, RenderContext(place, entry.job.spec, settings))
@@ -373,7 +373,7 @@ def _rendered(
     entry: JobEntry, job_plan: JobPlan, namespace: str | None, settings: Settings, output: DocumentOutput
 ) -> tuple[Any, ...]:
     from finetune_operator.cli.commands.steps import refuse_plan
-    from finetune_operator.planning.plan_types import PlanRefused
+    from finetune_operator.plan.types.plan_types import PlanRefused
 
     written = entry.job.metadata.namespace
     if namespace is not None and written is not None and namespace != written:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from finetune_operator.cli.commands.options import ClusterSettings, Filenames, Files, Form
-from finetune_operator.cli.console import Output, UsageError, emit, note
+from finetune_operator.cli.terminal.console import Output, UsageError, emit, note
 
 if TYPE_CHECKING:
-    from finetune_operator.cli.images import Installation
+    from finetune_operator.cli.files.images import Installation
 
 
 def images(
@@ -47,7 +47,7 @@ def images(
         while read -r from to; do skopeo copy docker://$from docker://$to; done
     """
     from finetune_operator.cli.commands.steps import checked_jobs
-    from finetune_operator.cli.images import patterns, pulled_images
+    from finetune_operator.cli.files.images import patterns, pulled_images
 
     found = _installation(values, settings, registry)
     names = [*(files or []), *(filename or [])]
@@ -73,9 +73,9 @@ def _installation(values: Path | None, settings: Path | None, registry: str | No
     """Return the installation that the chart's values or the settings describe."""
     from dataclasses import replace
 
-    from finetune_operator.api.settings import OPERATOR_IMAGE
     from finetune_operator.cli.commands.steps import settings_of
-    from finetune_operator.cli.images import Installation, read_values
+    from finetune_operator.cli.files.images import Installation, read_values
+    from finetune_operator.spec.settings.settings import OPERATOR_IMAGE
 
     if values is not None and settings is not None:
         raise UsageError("--values and --settings exclude each other: the chart's values contain the settings")

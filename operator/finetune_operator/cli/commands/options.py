@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from finetune_operator.cli.console import DocumentOutput, Output
+from finetune_operator.cli.terminal.console import DocumentOutput, Output
 
 
 class RunStage(StrEnum):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from finetune_operator.cli.console import Output, UsageError, note, print_line
+from finetune_operator.cli.terminal.console import Output, UsageError, note, print_line
 
 _TASKS = {
     "ForSequenceClassification": "text-classification",
@@ -127,8 +127,8 @@ def predict(
     spec: dict[str, Any] = {"task": task or task_of(uri), "model": {"uri": uri}, "predict": predicts}
     if max_length is not None:
         spec["preparation"] = {"maxLength": max_length}
-    from finetune_operator.api.types import API_VERSION, KIND
-    from finetune_operator.cli.yaml_text import documents
+    from finetune_operator.cli.terminal.yaml_text import documents
+    from finetune_operator.spec.types import API_VERSION, KIND
 
     job = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "predict"}, "spec": spec}
     if dry_run:
@@ -140,12 +140,12 @@ def predict(
 def _run(job_text: str, out: Path, *, restart: bool, verbose: bool) -> None:
     """Run the job in a folder beside `out`, which is kept until the predictions are complete."""
     from finetune_contract.choices import Stage
-    from finetune_operator.api.settings import LOCAL_SETTINGS
     from finetune_operator.cli.commands.run_command import refusals_reported, show_failure
     from finetune_operator.cli.commands.steps import checked_jobs, refuse_absent
-    from finetune_operator.cli.local_request import RunRequest
-    from finetune_operator.cli.local_run import run as run_locally
-    from finetune_operator.cli.workspace import finished
+    from finetune_operator.cli.local.local_request import RunRequest
+    from finetune_operator.cli.local.local_run import run as run_locally
+    from finetune_operator.cli.local.workspace import finished
+    from finetune_operator.spec.settings.settings import LOCAL_SETTINGS
 
     folder = out.with_name(f".{out.name}.predict")
     folder.mkdir(parents=True, exist_ok=True)
@@ -199,7 +199,7 @@ def model_uri(text: str) -> str:
 def _data_uri(text: str) -> str:
     if "://" in text:
         return text
-    from finetune_operator.cli.job_files import GLOB_CHARACTERS, glob_matches
+    from finetune_operator.cli.files.job_files import GLOB_CHARACTERS, glob_matches
 
     path = Path(text).expanduser().absolute()
     if not path.exists() and not glob_matches(str(path)):

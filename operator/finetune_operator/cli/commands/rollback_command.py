@@ -9,7 +9,7 @@ import typer
 from finetune_operator.cli.commands.cluster_commands import JobName, in_cluster
 from finetune_operator.cli.commands.options import Context, Form, Kubeconfig, Namespace
 from finetune_operator.cli.commands.steering_commands import DryRun
-from finetune_operator.cli.console import Output, emit, print_line
+from finetune_operator.cli.terminal.console import Output, emit, print_line
 
 
 def rollback(
@@ -41,8 +41,8 @@ def rollback(
       finetune rollback reviews --to 3 --dry-run
       finetune rollback reviews && finetune wait reviews --for ready
     """
-    from finetune_operator.cli.cluster_jobs import Connection
-    from finetune_operator.cli.rolling_back import rollback as roll_back
+    from finetune_operator.cli.cluster.cluster_jobs import Connection
+    from finetune_operator.cli.cluster.rolling_back import rollback as roll_back
 
     change = in_cluster(
         Connection(kubeconfig, context, namespace), lambda cluster: roll_back(cluster, job, to, dry_run)

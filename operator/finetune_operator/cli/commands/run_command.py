@@ -21,16 +21,16 @@ from finetune_operator.cli.commands.options import (
     RunStage,
     Workspace,
 )
-from finetune_operator.cli.console import Output, UsageError, emit, err, note, out, print_error, print_line
 from finetune_operator.cli.program_name import program_name
+from finetune_operator.cli.terminal.console import Output, UsageError, emit, err, note, out, print_error, print_line
 
 if TYPE_CHECKING:
     from finetune_contract.choices import Stage
-    from finetune_operator.api.settings import Settings
-    from finetune_operator.api.types import FailureStatus
-    from finetune_operator.cli.job_files import JobEntry
-    from finetune_operator.cli.local_request import RunRequest, RunResult
-    from finetune_operator.planning.plan_types import JobPlan
+    from finetune_operator.cli.files.job_files import JobEntry
+    from finetune_operator.cli.local.local_request import RunRequest, RunResult
+    from finetune_operator.plan.types.plan_types import JobPlan
+    from finetune_operator.spec.settings.settings import Settings
+    from finetune_operator.spec.types import FailureStatus
 
 Resume: TypeAlias = Annotated[
     bool, typer.Option("--resume", help="Resume an earlier run that was stopped. This is the default.")
@@ -90,9 +90,9 @@ def run(
     limits = settings_of(settings, cluster=False)
     entry = _entry_to_run(names, name, limits, output)
 
-    from finetune_operator.cli.local_request import RunRequest
-    from finetune_operator.cli.local_run import planned_run
-    from finetune_operator.cli.local_run import run as run_locally
+    from finetune_operator.cli.local.local_request import RunRequest
+    from finetune_operator.cli.local.local_run import planned_run
+    from finetune_operator.cli.local.local_run import run as run_locally
 
     options = _options_again(workspace, name, settings, measure)
     request = RunRequest(
@@ -118,8 +118,8 @@ def run(
 def _entry_to_run(names: Sequence[str], name: str | None, limits: Settings, output: Output) -> JobEntry:
     """Return the one job to run, checked; note which of its fields have no effect on this machine."""
     from finetune_operator.cli.commands.steps import checked_jobs
-    from finetune_operator.planning.capacity import NO_SPOT_HERE
-    from finetune_operator.planning.inference_processes import PROCESSES_HERE
+    from finetune_operator.plan.hardware.capacity import NO_SPOT_HERE
+    from finetune_operator.plan.inference.inference_processes import PROCESSES_HERE
 
     entry = _one(checked_jobs(names, limits, output), name)
     if entry.job.spec.spot.enabled:
@@ -144,13 +144,13 @@ def _options_again(workspace: Path, name: str | None, settings: Path | None, mea
 
 def _show_result(request: RunRequest, result: RunResult, output: Output, resume_command: str) -> None:
     """Print the results, why a stage failed, or how to go on where the run was stopped."""
-    from finetune_operator.cli.local_request import result_data
+    from finetune_operator.cli.local.local_request import result_data
 
     data = result_data(request, result)
     if output is not Output.TEXT:
         emit([data], output)
     elif result.exit_code == 0:
-        from finetune_operator.cli.result_tables import print_result
+        from finetune_operator.cli.terminal.result_tables import print_result
 
         print_result(out(), data)
     if result.failure is not None:
@@ -169,9 +169,9 @@ def refusals_reported(request: RunRequest, entry: JobEntry, output: Output, hint
     results of a different job.
     """
     from finetune_operator.cli.commands.steps import refuse_plan
-    from finetune_operator.cli.local_request import CannotRunError
-    from finetune_operator.cli.workspace import BusyError, DifferentJobError, UnusableWorkspaceError
-    from finetune_operator.planning.plan_types import PlanRefused
+    from finetune_operator.cli.local.local_request import CannotRunError
+    from finetune_operator.cli.local.workspace import BusyError, DifferentJobError, UnusableWorkspaceError
+    from finetune_operator.plan.types.plan_types import PlanRefused
 
     try:
         yield
@@ -193,7 +193,7 @@ def refusals_reported(request: RunRequest, entry: JobEntry, output: Output, hint
 
 def show_failure(request: RunRequest, failure: FailureStatus) -> None:
     """Print the failure of a stage and the path of its log."""
-    from finetune_operator.cli.result_tables import print_failure
+    from finetune_operator.cli.terminal.result_tables import print_failure
 
     print_failure(err(), failure, str(request.paths.logs / f"{failure.stage}.log"))
 
@@ -220,7 +220,7 @@ def _show_dry_run(planned: JobPlan, stages: dict[Stage, str], output: Output) ->
             output,
         )
         return
-    from finetune_operator.cli.result_tables import print_plan
+    from finetune_operator.cli.terminal.result_tables import print_plan
 
     print_plan(out(), planned)
     for action, chosen in (("keep", "kept"), ("run", "run")):

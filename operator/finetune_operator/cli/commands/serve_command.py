@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from finetune_operator.cli.commands.predict_command import model_uri, task_of
-from finetune_operator.cli.console import UsageError, note, print_line
+from finetune_operator.cli.terminal.console import UsageError, note, print_line
 
 if TYPE_CHECKING:
     from finetune_contract.trainer_job import TrainerJob
-    from finetune_operator.cli.adapter_folders import AdapterFolder
+    from finetune_operator.cli.local.adapter_folders import AdapterFolder
 
 _EXAMPLE_INPUTS: dict[str, Any] = {
     "question-answering": {"question": "What is it?", "context": "It is a test."},
@@ -78,7 +78,7 @@ def serve(
       finetune serve runs/quickstart/adapter
       finetune serve ./base --adapter reviews=runs/reviews/adapter --adapter mails=./mails
     """
-    from finetune_operator.cli.adapter_folders import adapter_folder, is_adapter, named_adapters
+    from finetune_operator.cli.local.adapter_folders import adapter_folder, is_adapter, named_adapters
 
     _check_port(host, port)
     with tempfile.TemporaryDirectory(prefix="finetune-serve-") as folder:
@@ -188,8 +188,8 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _run(job: TrainerJob, file: Path, workspace: Path, host: str, port: int) -> int:
-    from finetune_operator.cli.environment import usable_cores
-    from finetune_operator.cli.measure import TRAINER, trainer_is_installed
+    from finetune_operator.cli.local.environment import usable_cores
+    from finetune_operator.cli.local.measure import TRAINER, trainer_is_installed
 
     if not trainer_is_installed():
         raise UsageError(

@@ -17,12 +17,12 @@ from finetune_operator.cli.commands.cluster_commands import (
     refuse_job_everywhere,
 )
 from finetune_operator.cli.commands.options import AllNamespaces, Context, Form, Kubeconfig, Namespace
-from finetune_operator.cli.console import Output, UsageError, emit, err, note, out, print_error, print_line
+from finetune_operator.cli.terminal.console import Output, UsageError, emit, err, note, out, print_error, print_line
 
 if TYPE_CHECKING:
-    from finetune_operator.cli.awaiting import Wait
-    from finetune_operator.cli.cluster_jobs import Cluster
-    from finetune_operator.cli.steering import Change, Steer
+    from finetune_operator.cli.cluster.awaiting import Wait
+    from finetune_operator.cli.cluster.cluster_jobs import Cluster
+    from finetune_operator.cli.cluster.steering import Change, Steer
 
 JobNames = Annotated[
     list[str], typer.Argument(metavar="JOB...", help="Names of FineTuneJobs.", autocompletion=names_of_jobs)
@@ -43,8 +43,8 @@ def _steering(described: Callable[[], None]) -> Callable[..., None]:
         kubeconfig: Kubeconfig = None,
         output: Form = Output.TEXT,
     ) -> None:
-        from finetune_operator.cli import steering
-        from finetune_operator.cli.cluster_jobs import ClusterError, Connection, UnreachableError
+        from finetune_operator.cli.cluster import steering
+        from finetune_operator.cli.cluster.cluster_jobs import ClusterError, Connection, UnreachableError
 
         steer: Steer = getattr(steering, described.__name__)
 
@@ -161,8 +161,8 @@ def wait(
       finetune wait reviews --for running --timeout 10m -o json
       finetune wait reviews --for ready   # its endpoint answers; for a job without one: it has succeeded
     """
-    from finetune_operator.cli.awaiting import Goal, wait_for
-    from finetune_operator.cli.cluster_jobs import Connection
+    from finetune_operator.cli.cluster.awaiting import Goal, wait_for
+    from finetune_operator.cli.cluster.cluster_jobs import Connection
 
     goals = [one.value for one in Goal]
     if goal not in goals:
@@ -203,8 +203,8 @@ def cost(
       finetune cost reviews
       finetune cost -A -o json
     """
-    from finetune_operator.cli.cluster_jobs import Connection
-    from finetune_operator.cli.costs import Bill, print_costs, totals
+    from finetune_operator.cli.cluster.cluster_jobs import Connection
+    from finetune_operator.cli.cluster.costs import Bill, print_costs, totals
 
     refuse_job_everywhere(job, all_namespaces)
 
@@ -244,8 +244,8 @@ def debug(
       finetune debug reviews
       finetune debug reviews --file /tmp/reviews.tar.gz
     """
-    from finetune_operator.cli.cluster_jobs import Connection
-    from finetune_operator.cli.debugging import collect, write_archive
+    from finetune_operator.cli.cluster.cluster_jobs import Connection
+    from finetune_operator.cli.cluster.debugging import collect, write_archive
 
     target = file or Path(f"{job}-debug.tar.gz")
     if target.exists() and not force:
@@ -273,7 +273,7 @@ def debug(
 
 def _error_text(error: Exception) -> str:
     """Return the error's text; first write the manifest of a job that could not be recreated to a file."""
-    from finetune_operator.cli.steering import NotRecreatedError
+    from finetune_operator.cli.cluster.steering import NotRecreatedError
 
     text = str(error).removesuffix(".")
     if isinstance(error, NotRecreatedError):

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
-from finetune_operator.cli.console import DocumentOutput, Output, UsageError, emit, note, problem_data, report
-from finetune_operator.cli.job_files import Inputs, JobEntry, absent_inputs, located, read_inputs, read_settings
+from finetune_operator.cli.files.job_files import Inputs, JobEntry, absent_inputs, located, read_inputs, read_settings
+from finetune_operator.cli.terminal.console import DocumentOutput, Output, UsageError, emit, note, problem_data, report
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
 
 if TYPE_CHECKING:
     from finetune_contract.facts import DataFacts, HardwareFacts
-    from finetune_operator.api.problems import Problem
-    from finetune_operator.planning.gpu_nodes import Node
-    from finetune_operator.planning.plan_types import Facts, JobPlan, NodesFacts, PlanRefused
+    from finetune_operator.plan.hardware.gpu_nodes import Node
+    from finetune_operator.plan.types.plan_types import Facts, JobPlan, NodesFacts, PlanRefused
+    from finetune_operator.spec.problems import Problem
 
 
 def settings_of(file: Path | None, *, cluster: bool) -> Settings:
@@ -32,7 +32,7 @@ def hardware_of(
     """Return the node that an option describes."""
     if text is None:
         return None
-    from finetune_operator.planning.assumed_hardware import HardwareError, parse_hardware
+    from finetune_operator.plan.hardware.assumed_hardware import HardwareError, parse_hardware
 
     try:
         return parse_hardware(text, settings.hardware)
@@ -80,8 +80,8 @@ def refuse_plan(entry: JobEntry, refused: PlanRefused, output: Output | Document
 
 def local_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path, measure_model: bool) -> Facts:
     """Return the facts for a plan without a cluster: measured here, prepared earlier, or given with --hardware."""
-    from finetune_operator.cli.measure import Measured, free_part, measure, own_hardware
-    from finetune_operator.planning.plan_types import Facts
+    from finetune_operator.cli.local.measure import Measured, free_part, measure, own_hardware
+    from finetune_operator.plan.types.plan_types import Facts
 
     measured = measure(entry.job) if measure_model else Measured(None, own_hardware())
     return Facts(
@@ -103,9 +103,9 @@ def cluster_facts(
 
     The cluster's operators are unknown here: those that the job names are assumed to be installed.
     """
-    from finetune_operator.cli.measure import measure
-    from finetune_operator.launchers.launcher_rows import SUPPORTED
-    from finetune_operator.planning.plan_types import Facts
+    from finetune_operator.cli.local.measure import measure
+    from finetune_operator.plan.types.plan_types import Facts
+    from finetune_operator.spec.launcher_rows import SUPPORTED
 
     spec = entry.job.spec
     engines = {spec.preparation.engine, *([] if spec.predict is None else [spec.predict.engine])}
@@ -132,10 +132,10 @@ def cluster_facts(
 
 def cluster_nodes(kubeconfig: Path | None, context: str | None) -> tuple[Node, ...]:
     """Return the cluster's nodes, as the operator reads them; exit with 1 if they cannot be read."""
-    from finetune_operator.cli.cluster_jobs import Cluster, Connection
+    from finetune_operator.cli.cluster.cluster_jobs import Cluster, Connection
     from finetune_operator.cli.commands.cluster_commands import in_cluster
     from finetune_operator.kubernetes_api.resources import NODE
-    from finetune_operator.planning.gpu_nodes import read_node
+    from finetune_operator.plan.hardware.gpu_nodes import read_node
 
     async def listed(cluster: Cluster) -> tuple[Node, ...]:
         return tuple(map(read_node, await cluster.listed(NODE)))
@@ -145,7 +145,7 @@ def cluster_nodes(kubeconfig: Path | None, context: str | None) -> tuple[Node, .
 
 def _earlier_data(entry: JobEntry, workspace: Path) -> DataFacts | None:
     from finetune_contract.layout import JobPaths
-    from finetune_operator.cli.workspace import prepared_facts
+    from finetune_operator.cli.local.workspace import prepared_facts
 
     return prepared_facts(JobPaths.of(workspace.resolve(), entry.job.name), entry.job)
 
@@ -156,8 +156,8 @@ def planned(
     """Return the job's plan; exit with 1 if it is refused. `as_known`: also refuse a job that does not fit by the known
     facts, although prepare may find that it does.
     """
-    from finetune_operator.planning.plan import plan
-    from finetune_operator.planning.plan_types import PlanRefused
+    from finetune_operator.plan.plan import plan
+    from finetune_operator.plan.types.plan_types import PlanRefused
 
     try:
         return plan(entry.job, facts, settings, as_known=as_known)

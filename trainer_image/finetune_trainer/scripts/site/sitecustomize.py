@@ -11,7 +11,7 @@ from pathlib import Path
 
 def _settle() -> None:
     with contextlib.suppress(ImportError):  # the program's own Python, without the trainer
-        from finetune_trainer.ending import let_collectives_end
+        from finetune_trainer.core.orderly_exit import let_collectives_end
 
         # Registered first, so it runs last.
         atexit.register(let_collectives_end)

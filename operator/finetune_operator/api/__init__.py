@@ -1,1 +1,0 @@
-"""The FineTuneJob resource: its fields, its rules, its CRD."""

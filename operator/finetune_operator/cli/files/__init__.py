@@ -1,0 +1,1 @@
+"""Job files of the command line. Runs nothing."""

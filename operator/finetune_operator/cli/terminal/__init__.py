@@ -1,0 +1,1 @@
+"""Output for people: tables, bars, progress. Reads no file and no cluster."""

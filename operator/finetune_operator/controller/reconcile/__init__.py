@@ -1,0 +1,1 @@
+"""One reconcile of one job: known state, `jobs.decide`, writes. Decides nothing about a job."""

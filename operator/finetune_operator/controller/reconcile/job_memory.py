@@ -1,0 +1,47 @@
+"""State of a job that the operator keeps between reconciles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from finetune_operator.jobs.state.decision_types import AutoscalerView, IdleScalingView, Refusal, RouteView
+
+View = TypeVar("View")
+
+
+@dataclass
+class Reading(Generic[View]):
+    """Last reading of an object that is read at intervals."""
+
+    view: View | None = None
+    """State of the object; None if it is not known."""
+    time: float = float("-inf")
+    """Time of the reading on the monotonic clock."""
+
+
+@dataclass
+class JobMemory:
+    """State of one job that is remembered between reconciles, and may be lost."""
+
+    uid: str
+    refusals: tuple[Refusal, ...] = ()
+    """Refusals of the last reconcile, until one that knew of them has been carried out."""
+    logs: dict[str, str] = field(default_factory=dict)
+    """Log tails by pod; read once."""
+    last_logs: dict[str, str] = field(default_factory=dict)
+    """Log tails by pod, read when its deletion began."""
+    autoscaler: Reading[AutoscalerView] = field(default_factory=Reading)
+    """The endpoint's autoscaler."""
+    route: Reading[RouteView] = field(default_factory=Reading)
+    """The endpoint's HTTPRoute."""
+    idle_scaling: Reading[IdleScalingView] = field(default_factory=Reading)
+    """The endpoint's HTTPScaledObject."""
+    queued: set[tuple[str, str, str]] = field(default_factory=set)
+    """Events that were queued: version of the job that they were decided at, reason, message."""
+    progress_written: float = float("-inf")
+    """Time when the status was written last, on the monotonic clock."""
+    checked_update: float = float("-inf")
+    """Time of the last update after which the attempt was read again already."""
+    failures: int = 0
+    """Reconciles in a row that ended in an error."""

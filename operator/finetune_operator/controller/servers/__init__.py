@@ -1,0 +1,1 @@
+"""Servers of the operator: webhook, progress, probes, metrics. Changes no job."""

@@ -1,0 +1,1 @@
+"""Revisions, readiness and troubles of an endpoint. Calls nothing."""

@@ -1,0 +1,1 @@
+"""Objects of an endpoint. Decides nothing."""

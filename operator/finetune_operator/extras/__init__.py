@@ -1,0 +1,1 @@
+"""Conveniences beside the product: pages, comparisons, reviews. Nobody imports them; `cli.main` loads them by name."""

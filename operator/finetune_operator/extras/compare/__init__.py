@@ -1,0 +1,1 @@
+"""`finetune compare`: runs side by side. Changes no run."""

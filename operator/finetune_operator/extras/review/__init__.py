@@ -1,0 +1,1 @@
+"""`finetune review`: a change of job files before it is merged. Runs no job."""

@@ -1,0 +1,1 @@
+"""The next actions of a job. Calls nothing and writes nothing."""

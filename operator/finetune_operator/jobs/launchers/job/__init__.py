@@ -1,0 +1,1 @@
+"""Launcher `job`: an Indexed Job."""

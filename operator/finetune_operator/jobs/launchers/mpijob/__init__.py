@@ -1,0 +1,1 @@
+"""Launcher `mpijob`: an MPIJob of the MPI Operator."""

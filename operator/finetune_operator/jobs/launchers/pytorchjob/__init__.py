@@ -1,0 +1,1 @@
+"""Launcher `pytorchjob`: a PyTorchJob of the Training Operator."""

@@ -1,0 +1,1 @@
+"""Launcher `sparkapplication`: a SparkApplication of the Spark Operator."""

@@ -1,0 +1,1 @@
+"""Outcomes of attempts, and their consequences. Takes no action."""

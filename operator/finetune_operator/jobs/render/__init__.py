@@ -1,0 +1,1 @@
+"""A plan as job.json, deepspeed.json and manifests. Decides nothing."""

@@ -1,0 +1,1 @@
+"""Values that a decision reads and changes. Knows no cause of a failure."""

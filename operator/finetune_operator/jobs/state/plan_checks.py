@@ -1,0 +1,64 @@
+"""Comparison of the plan in the status with the report of a finished training."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from finetune_contract.plan_check import Comparison, MeasuredTraining, PlanCheck, PlannedTraining, check_plan
+from finetune_contract.report import TrainerReport
+from finetune_operator.spec.types import ComparisonStatus, PlanCheckStatus, PlanStatus, StageStatus
+
+TOTAL = "total"
+"""Entry of `PlanStatus.memory_per_device` with the sum of all others."""
+PLAN_INACCURATE = "PlanInaccurate"
+"""Reason of the event about estimates that were off."""
+
+
+def plan_check(plan: PlanStatus | None, stage: StageStatus, report: TrainerReport) -> PlanCheckStatus | None:
+    """Compare the plan that the attempt ran with its report; None if either has no figures, as of a program or an older
+    image.
+    """
+    measured = measured_training(report)
+    if plan is None or measured is None:
+        return None
+    check = check_plan(_planned(plan), measured)
+    if check.memory is None and check.step_time is None:
+        return None
+    return PlanCheckStatus(
+        strategy=plan.strategy,
+        attempt=stage.attempt,
+        device=plan.product,
+        memory=_status(check.memory),
+        step_time=_status(check.step_time),
+        message=" ".join(check.off()),
+    )
+
+
+def plan_check_of(status: PlanCheckStatus) -> PlanCheck:
+    """Return the comparison as the contract has it."""
+    return PlanCheck.model_validate(status.model_dump(include={"memory", "step_time"}))
+
+
+def measured_training(report: TrainerReport) -> MeasuredTraining | None:
+    """Return the measurements in the report of a training; None if it has none that can be read."""
+    section = report.metrics.get(report.stage.value)
+    if not isinstance(section, dict) or "measured" not in section:
+        return None
+    try:
+        return MeasuredTraining.model_validate(section["measured"])
+    except ValidationError:
+        return None
+
+
+def _planned(plan: PlanStatus) -> PlannedTraining:
+    terms = dict(plan.memory_per_device)
+    return PlannedTraining(
+        memory_bytes=terms.pop(TOTAL, None),
+        memory_terms=terms,
+        step_seconds=plan.estimated.step_seconds,
+        step_parts=plan.estimated.step_parts,
+    )
+
+
+def _status(found: Comparison | None) -> ComparisonStatus | None:
+    return None if found is None else ComparisonStatus(**found.model_dump())

@@ -1,1 +1,0 @@
-"""Modules of the launchers: each renders its object and reads its status."""

@@ -1,0 +1,1 @@
+"""GPUs, nodes and networks: tables, labels, capacities. Knows no strategy."""

@@ -1,0 +1,1 @@
+"""Devices, batches and memory of evaluation, prediction and serving. Renders nothing."""

@@ -1,0 +1,1 @@
+"""Bytes of one process, term by term. Chooses nothing."""

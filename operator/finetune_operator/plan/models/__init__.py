@@ -1,0 +1,1 @@
+"""Shapes of models by their configs. Reads no checkpoint."""

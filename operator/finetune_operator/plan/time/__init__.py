@@ -1,0 +1,1 @@
+"""Seconds of a step, of pauses and of a run. Chooses nothing."""

@@ -1,1 +1,0 @@
-"""Plan a job from its spec and facts. Pure."""

@@ -1,1 +1,0 @@
-"""Render a plan as job.json, deepspeed.json and manifests. Pure."""

@@ -1,0 +1,243 @@
+"""Check of jobs against `settings.allow`: the objects of the namespace that they may name, and their largest size.
+
+Whoever may create a job can run pods with everything that it names. So all of it can be bounded: service accounts,
+Secrets, ConfigMaps, claims, CSI drivers, tokens, priority classes, environment variables, annotations, Gateways, and
+the size of a job. Names are matched by globs; labels would need a right to read the objects.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+
+from pydantic import JsonValue
+
+from finetune_operator.spec.fields.field_values import Path
+from finetune_operator.spec.problems import Problem, describe_value, format_path
+from finetune_operator.spec.quantities import parse_quantity
+from finetune_operator.spec.settings.settings import Settings
+from finetune_operator.spec.types import FineTuneJobSpec
+
+SYSTEM_PRIORITY = "system-"
+CLAIM_SCHEME = "pvc://"
+API_AUDIENCE = "api"
+"""Name of a token without an audience, which is for the API server itself."""
+
+
+def allowed_problems(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
+    """Return the problems of names and sizes that the settings do not allow."""
+    allow, template = settings.allow, spec.template
+    named: tuple[tuple[tuple[str, ...], str, Iterable[tuple[Path, str]]], ...] = (
+        (allow.names("service_accounts"), "a service account", _account(spec)),
+        (allow.names("priority_classes"), "a priority class", _priority(spec)),
+        (allow.names("secrets"), "a Secret", _secrets(spec)),
+        (allow.names("config_maps"), "a ConfigMap", _config_maps(spec)),
+        (allow.names("claims"), "a claim", _claims(spec)),
+        (allow.names("csi_drivers"), "a CSI driver", _volumes(template.volumes, ("csi", "driver"))),
+        (allow.names("token_audiences"), "a token audience", _audiences(template.volumes)),
+        (allow.names("env"), "an environment variable", _variables(template.env)),
+        (allow.names("annotations"), "an annotation", _annotations(template.annotations)),
+        (allow.names("gateways"), "a Gateway", _gateway(spec)),
+    )
+    for globs, kind, names in named:
+        for path, name in names:
+            if not any(fnmatch.fnmatchcase(name, glob) for glob in globs):
+                yield _refused(path, f"is {kind} that the settings do not allow", _allowed_hint(globs, path), name)
+    for path, name in _priority(spec):
+        if name.startswith(SYSTEM_PRIORITY):
+            rule = "is reserved for Kubernetes system components; it would preempt other pods"
+            yield _refused(path, rule, "use another priority class, or leave it out", name)
+    yield from _sizes(spec, settings)
+
+
+def _account(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
+    if spec.template.service_account_name is not None:
+        yield ("template", "serviceAccountName"), spec.template.service_account_name
+
+
+def _priority(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
+    if spec.run_policy.priority_class_name is not None:
+        yield ("runPolicy", "priorityClassName"), spec.run_policy.priority_class_name
+
+
+def _gateway(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
+    if spec.routed_traffic is not None and spec.routed_traffic.gateway is not None:
+        yield ("endpoint", "traffic", "gateway"), spec.routed_traffic.gateway
+
+
+def _annotations(given: Iterable[str]) -> Iterator[tuple[Path, str]]:
+    return ((("template", "annotations", key), key) for key in given)
+
+
+def _allowed_hint(globs: Sequence[str], path: Path) -> str:
+    if globs:
+        return f"use one of {', '.join(globs)}"
+    match path:
+        case (*_, "uri"):
+            return "name data that are not in a claim, or ask the administrator"
+        case ("template", str(), int(), _, *_):
+            owner: Path = path[:3]
+        case (("secrets" | "checkpoints" | "endpoint"), _, "name"):
+            owner = path[:2]
+        case _:
+            return "leave it out, or ask the administrator"
+    return f"leave {format_path(('spec', *owner))} out, or ask the administrator"
+
+
+def _refused(path: Path, rule: str, hint: str, value: object) -> Problem:
+    full = ("spec", *path)
+    return Problem(format_path(full), describe_value(value, full), rule, hint, reason="Forbidden")
+
+
+def named_uris(spec: FineTuneJobSpec) -> Iterator[tuple[str, str]]:
+    """Return every URI of the job by its path."""
+    predict = spec.predict
+    uris = {
+        "spec.model.uri": spec.model.uri,
+        "spec.dataset.uri": spec.dataset.uri if spec.dataset else None,
+        "spec.storage.workspace": spec.storage.workspace,
+        "spec.storage.cache": spec.storage.cache,
+        "spec.checkpoints.uri": spec.checkpoints.uri,
+        "spec.predict.dataset.uri": predict.dataset.uri if predict and predict.dataset else None,
+        "spec.predict.output": predict.output if predict else None,
+    }
+    for at, adapter in enumerate(() if spec.endpoint is None else spec.endpoint.adapters):
+        uris[f"spec.endpoint.adapters[{at}].uri"] = adapter.uri
+    return ((path, uri) for path, uri in uris.items() if uri is not None)
+
+
+def _claims(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
+    """Return every claim that the job names; not those created for it."""
+    for path, uri in named_uris(spec):
+        if uri.startswith(CLAIM_SCHEME):
+            yield tuple(path.split(".")[1:]), uri.removeprefix(CLAIM_SCHEME).partition("/")[0]
+    yield from _volumes(spec.template.volumes, ("persistentVolumeClaim", "claimName"))
+
+
+def _config_maps(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
+    reference = ("valueFrom", "configMapKeyRef", "name")
+    for index, variable in enumerate(spec.template.env):
+        name = _at(variable, reference)
+        if isinstance(name, str):
+            yield ("template", "env", index, *reference), name
+    yield from _volumes(spec.template.volumes, ("configMap", "name"))
+    for path, source in _projected(spec.template.volumes):
+        name = _at(source, ("configMap", "name"))
+        if isinstance(name, str):
+            yield (*path, "configMap", "name"), name
+
+
+def _volumes(volumes: Sequence[Mapping[str, JsonValue]], reference: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
+    """Return the value of each volume at `reference`, if it is text."""
+    for index, volume in enumerate(volumes):
+        name = _at(volume, reference)
+        if isinstance(name, str):
+            yield ("template", "volumes", index, *reference), name
+
+
+def _secrets(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
+    """Yield every Secret that the job names. Objects of Kubernetes are taken as written: other checks report their
+    faults.
+    """
+    if spec.secrets.hub_token is not None:
+        yield ("secrets", "hubToken", "name"), spec.secrets.hub_token.name
+    if spec.secrets.storage is not None:
+        yield ("secrets", "storage", "name"), spec.secrets.storage.name
+    if spec.checkpoints.signing_key is not None:
+        yield ("checkpoints", "signingKey", "name"), spec.checkpoints.signing_key.name
+    if spec.endpoint is not None and spec.endpoint.token is not None:
+        yield ("endpoint", "token", "name"), spec.endpoint.token.name
+    for index, secret in enumerate(spec.template.image_pull_secrets):
+        yield ("template", "imagePullSecrets", index, "name"), secret.name
+    for place, items, references in (
+        ("env", spec.template.env, (("valueFrom", "secretKeyRef", "name"),)),
+        ("volumes", spec.template.volumes, (("secret", "secretName"), ("csi", "nodePublishSecretRef", "name"))),
+    ):
+        for index, item in enumerate(items):
+            for reference in references:
+                name = _at(item, reference)
+                if isinstance(name, str):
+                    yield ("template", place, index, *reference), name
+    for path, source in _projected(spec.template.volumes):
+        name = _at(source, ("secret", "name"))
+        if isinstance(name, str):
+            yield (*path, "secret", "name"), name
+
+
+def _audiences(volumes: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[Path, str]]:
+    for path, source in _projected(volumes):
+        token = source.get("serviceAccountToken")
+        if isinstance(token, dict):
+            yield (*path, "serviceAccountToken", "audience"), str(token.get("audience") or API_AUDIENCE)
+
+
+def _projected(volumes: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[Path, Mapping[str, JsonValue]]]:
+    for index, volume in enumerate(volumes):
+        sources = _at(volume, ("projected", "sources"))
+        for number, source in enumerate(sources if isinstance(sources, list) else ()):
+            if isinstance(source, dict):
+                yield ("template", "volumes", index, "projected", "sources", number), source
+
+
+def _variables(env: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[Path, str]]:
+    for index, variable in enumerate(env):
+        name = variable.get("name")
+        if isinstance(name, str):
+            yield ("template", "env", index, "name"), name
+
+
+def _at(value: JsonValue | Mapping[str, JsonValue], path: Sequence[str]) -> JsonValue:
+    found: JsonValue = dict(value) if isinstance(value, Mapping) else value
+    for name in path:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def _sizes(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
+    allow, resources = settings.allow, spec.resources
+    nodes = max(resources.nodes, resources.elastic.max_nodes if resources.elastic is not None else 0)
+    where = ("resources", "nodes") if nodes == resources.nodes else ("resources", "elastic", "maxNodes")
+    gpus = resources.gpus_per_node if isinstance(resources.gpus_per_node, int) else 0
+    predicting = 0 if spec.predict is None else spec.predict.workers
+    workers = {
+        ("preparation", "workers"): spec.preparation.workers,
+        # With auto the plan observes the limit.
+        ("predict", "workers"): 0 if predicting == "auto" else predicting,
+    }
+    servers = most_servers(spec)
+    larger = "maxReplicas" if spec.endpoint is not None and servers > spec.endpoint.replicas else "replicas"
+    for most, path, requested, unit in (
+        (allow.max_workers, ("endpoint", larger), servers, "servers"),
+        (allow.max_gpus, ("endpoint", larger), servers * min(1, gpus), "GPUs for servers"),
+        (allow.max_nodes, where, nodes, "nodes"),
+        (allow.max_gpus, ("resources", "gpusPerNode"), nodes * gpus, "GPUs on all nodes"),
+        *((allow.max_workers, path, count, "workers") for path, count in workers.items()),
+    ):
+        if most is not None and requested > most:
+            rule = f"requests {requested} {unit}; the settings allow {most}"
+            yield _refused(path, rule, f"request at most {most}", requested)
+    if allow.max_storage is not None:
+        yield from _too_large(_storage(spec), allow.max_storage)
+
+
+def most_servers(spec: FineTuneJobSpec) -> int:
+    """Return the maximum number of the endpoint's servers; 0 without one."""
+    endpoint = spec.endpoint
+    return 0 if endpoint is None else max(endpoint.replicas, endpoint.max_replicas or 0)
+
+
+def _too_large(sizes: Iterable[tuple[Path, str]], most: str) -> Iterator[Problem]:
+    for path, size in sizes:
+        with suppress(ValueError):  # other checks report values that are no quantity
+            if parse_quantity(size) > parse_quantity(most):
+                yield _refused(path, f"exceeds {most}, the maximum in the settings", f"request at most {most}", size)
+
+
+def _storage(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
+    """Return the sizes of the claims created for the job: its workspace, and those of each of its pods."""
+    if spec.storage.workspace is None:
+        yield ("storage", "size"), spec.storage.size
+    yield from _volumes(
+        spec.template.volumes, ("ephemeral", "volumeClaimTemplate", "spec", "resources", "requests", "storage")
+    )

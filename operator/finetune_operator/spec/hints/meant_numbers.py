@@ -1,0 +1,91 @@
+"""Numbers that a text means: percentages, durations, powers, counts with a unit."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+from finetune_operator.spec.fields.shapes import Shape, accepts
+
+_MINUS = re.compile("[\u2010-\u2015\u2212]")
+"""Hyphens and dashes that word processors write for a minus sign."""
+_QUOTES = "\u201c\u201d\u201e\u2018\u2019\"'"
+"""Quotes of word processors, and quotes inside quotes."""
+_PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:%|percent|per cent)")
+_MULTIPLE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kKmM])")
+_NUMBER = re.compile(r"[-+]?[0-9.]+(?:e[-+]?[0-9]+)?", re.IGNORECASE)
+_POWER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*[*x\u00d7]\s*10\s*(?:\^|\*\*)\s*\(?(-?[0-9]+)\)?")
+"""Power of ten as in a paper: `2*10^-5`."""
+_GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
+_COMMA = re.compile(r"[0-9]+,[0-9]+")
+_COUNTED = re.compile(r"(?:[<>]=?|about|at (?:least|most)|max|last)?\s*([0-9]+(?:\.[0-9]+)?)\s*(?:x|[A-Za-z]{3,})?")
+"""Number with the unit that the field has anyway, or with a word that it implies: `512 tokens`, `last 3`."""
+_SECONDS: Mapping[str, float] = {
+    **dict.fromkeys(("ms", "millisecond", "milliseconds"), 0.001),
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), 60),
+    **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), 3600),
+    **dict.fromkeys(("d", "day", "days"), 86400),
+}
+_EVERY = re.compile(r"(?:once\s+)?(?:(?:every|each|per|an?|one)\s+)+")
+"""Begin of a period, whose number may be missing: `every hour`, `once per day`."""
+_PERIOD = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)?\s*(?P<unit>[a-z]+)")
+_ADVERBS: Mapping[str, str] = {"hourly": "1 h", "daily": "1 d", "weekly": "7 d"}
+_UNIT_WORD = 3
+"""Least letters of a unit that has no number before it."""
+
+
+def number_in(shape: Shape, leaf: str, text: str) -> float | int | None:
+    """Return the number that a text in the field `leaf` means and the shape accepts; None: there is none.
+
+    Raise OverflowError for a number beyond floating point.
+    """
+    text = _MINUS.sub("-", text.strip().strip(_QUOTES).rstrip(",;"))
+    return next((number for number in _numbers(text, leaf) if accepts(shape, number)), None)
+
+
+def seconds_of(text: str) -> float | None:
+    """Return the seconds of a duration or a period: `90m`, `every 2 hours`, `hourly`; None: it is neither."""
+    words = text.strip().lower()
+    found = _PERIOD.fullmatch(_EVERY.sub("", _ADVERBS.get(words, words), count=1))
+    if found is None or found["unit"] not in _SECONDS or (found["number"] is None and len(found["unit"]) < _UNIT_WORD):
+        return None
+    return float(found["number"] or 1) * _SECONDS[found["unit"]]
+
+
+def seconds_in(unit: str) -> float | None:
+    """Return the seconds of a unit of time; None: it is none."""
+    return _SECONDS.get(unit)
+
+
+def _numbers(text: str, leaf: str) -> Iterator[float | int]:
+    timed = "seconds" in leaf.lower()
+    if _NUMBER.fullmatch(text):
+        yield from numbers_of(text)
+    if found := _PERCENT.fullmatch(text):
+        yield float(found[1]) / 100
+    if found := _POWER.fullmatch(text):
+        yield from numbers_of(f"{found[1]}e{found[2]}")
+    if _GROUPED.fullmatch(text):
+        yield int(text.replace(",", ""))
+    elif _COMMA.fullmatch(text):
+        yield from numbers_of(text.replace(",", "."))
+    if timed and (seconds := seconds_of(text)) is not None:
+        yield round(seconds * (1000 if "Milliseconds" in leaf else 1))
+    elif found := _MULTIPLE.fullmatch(text):
+        yield round(float(found[1]) * (1000 if found[2] in "kK" else 1_000_000))
+    elif not timed and (found := _COUNTED.fullmatch(text.lower())):
+        yield from numbers_of(found[1])
+
+
+def numbers_of(text: str) -> Iterator[float | int]:
+    """Yield the number that a text is, first as an integer if it is whole; nothing if it is none."""
+    try:
+        number = float(text)
+    except ValueError:
+        return
+    if number.is_integer():
+        yield int(number)
+    if math.isfinite(number):
+        yield number

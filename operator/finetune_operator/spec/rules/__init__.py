@@ -1,0 +1,38 @@
+"""Rules across several fields of one object, each written once, in CEL.
+
+The API server refuses by the CEL at once; `finetune validate` and the operator read the same text with `cel`, and a
+test compares the two on a real API server. Functions in Python give the hints with a job's own numbers. A rule without
+CEL is about a field of no fixed type (`auto` or a list), which CEL cannot read: it has a test in Python, and `schema`
+holds the part of it that the schema can express.
+"""
+
+from __future__ import annotations
+
+from finetune_operator.spec.rules import (
+    batch_rules,
+    column_rules,
+    combination_rules,
+    data,
+    evaluation,
+    parallelism,
+    resource_rules,
+    training,
+    vllm_rules,
+)
+from finetune_operator.spec.rules.data import SOMETHING_TO_DO
+from finetune_operator.spec.rules.rule import Rule
+
+__all__ = ["RULES", "SOMETHING_TO_DO"]
+
+RULES: tuple[Rule, ...] = (
+    *data.RULES,
+    *column_rules.RULES,
+    *evaluation.RULES,
+    *training.RULES,
+    *batch_rules.RULES,
+    *combination_rules.RULES,
+    *parallelism.RULES,
+    *resource_rules.RULES,
+    *vllm_rules.RULES,
+)
+"""In the order of reporting."""

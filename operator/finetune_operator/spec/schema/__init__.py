@@ -1,0 +1,1 @@
+"""The resource for other readers: CRD, JSON schema, reference pages, `explain`. Adds no rule."""

@@ -1,0 +1,1 @@
+"""Settings of an administrator as models. Reads no file; `documents` does."""

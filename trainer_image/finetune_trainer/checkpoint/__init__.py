@@ -1,0 +1,1 @@
+"""Checkpoints on disk: sealed, verified, signed. Knows no strategy."""

@@ -1,0 +1,48 @@
+"""Readers of job.json, the input of every program of this package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from finetune_contract.choices import Stage
+from finetune_contract.layout import FailureClass
+from finetune_contract.trainer_job import TrainerJob, World
+from finetune_trainer.core.failures import StageError
+
+
+def read_job(path: Path) -> TrainerJob:
+    """Return the job in `path`; raise StageError CONFIG for an unreadable file, an unknown field or schema version."""
+    try:
+        return TrainerJob.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise StageError(
+            FailureClass.CONFIG, "JobNotReadable", f"{path} cannot be read: {error}", "Check --job."
+        ) from error
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False)
+        where = [(".".join(map(str, each["loc"])) or "job.json", each) for each in found]
+        version = any(each["loc"] in (("schemaVersion",), ("schema_version",)) for each in found)
+        raise StageError(
+            FailureClass.CONFIG,
+            "UnknownSchemaVersion" if version else "JobNotUnderstood",
+            f"{path}: "
+            + "; ".join(f"{field}: {each['msg']} (found {str(each['input'])[:60]})" for field, each in where[:5]),
+            "Use compatible versions of operator and trainer image.",
+        ) from error
+
+
+def world_of(job: TrainerJob, stage: str) -> World:
+    """Return the processes of `stage`, for a launcher of several; raise StageError CONFIG for a one-process stage."""
+    settings = {Stage.EVALUATE: job.evaluation, Stage.PREDICT: job.predict}.get(Stage(stage))
+    if settings is not None and settings.processes > 1:
+        return World(nodes=1, processes_per_node=settings.processes, device=settings.device, threads_per_process=1)
+    if stage != Stage.TRAIN or job.world is None:
+        raise StageError(
+            FailureClass.CONFIG,
+            "OneProcessOnly",
+            f"Stage {stage} of job {job.name} runs in one process; torchrun and mpirun are for several.",
+            "Use --with process.",
+        )
+    return job.world

@@ -1,0 +1,1 @@
+"""GPUs, CPUs and their networks: formats, measurements, memory. Knows no model."""

@@ -1,1 +1,0 @@
-"""Inference: logits, the `evaluate` stage, the `predict` stage."""

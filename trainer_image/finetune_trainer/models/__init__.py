@@ -1,0 +1,1 @@
+"""Models from their URIs: config, tokenizer, weights, adapters, number formats. Knows no task."""

@@ -1,0 +1,1 @@
+"""The stages evaluate and predict. Trains nothing."""

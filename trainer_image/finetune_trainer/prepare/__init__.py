@@ -1,0 +1,1 @@
+"""The stage prepare: rows become features. Trains nothing."""

@@ -1,0 +1,313 @@
+"""Checks the first rows of a job's data as `prepare` would, in seconds: columns, labels, texts and their lengths.
+
+It uses the readers and tasks of `prepare`, so that both report the same. It imports neither torch nor transformers,
+which take longer than the whole check: it reads only the model's `config.json` and `tokenizer.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import pyarrow as pa
+
+from finetune_contract.checked import CheckedData, CheckedSplit, TextLengths
+from finetune_contract.data_settings import Columns
+from finetune_contract.layout import FailureClass
+from finetune_contract.report import FailureReport
+from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.core.failures import StageError, classify
+from finetune_trainer.core.uris import Uri, hub_name
+from finetune_trainer.data.sources import RawSplit, Role, source_of
+from finetune_trainer.models.loading import refuse_long_answers, resolve_model, truncation_length
+from finetune_trainer.prepare.prepare import Part, parts_of, predict_part, split_validation
+from finetune_trainer.tasks.metric_names import refuse_unknown_metrics, refuse_unmeasured_stopping
+from finetune_trainer.tasks.row_checks import is_list, is_text
+from finetune_trainer.tasks.task_protocol import TaskModule
+from finetune_trainer.tasks.task_registry import task_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PretrainedConfig
+
+T = TypeVar("T")
+MOST_ROWS = 10_000
+"""Rows read of a split: a second of work."""
+_NEED_ALL_ROWS = frozenset({"OneLabel", "LabelOutOfRange", "NoLabels", "LabelType"})
+"""Reasons that rows which were not read could refute."""
+_TOKENIZED_ROWS = 2_000
+"""Rows that are tokenised, evenly out of those read: half a second of work."""
+
+
+@dataclass(frozen=True)
+class Trains:
+    """Settings of the built-in loop that the data must suit; a `job` without a plan does not contain them."""
+
+    batch: int = 1
+    """Rows of a step."""
+    stopping: str | None = None
+    """Metric of early stopping."""
+
+
+def check(job: TrainerJob, *, trains: Trains | None = None, script: bool = False, most: int = MOST_ROWS) -> CheckedData:
+    """Check the data and return all problems at once. `trains`: the built-in loop trains; `script`: a program does, and
+    reads the data itself.
+    """
+    found = _Findings()
+    model = found.of(lambda: _Model.of(job))
+    if script and job.evaluation is None and job.predict is None:
+        _check_place(job, found)
+        splits: list[CheckedSplit] = []
+    else:
+        with tempfile.TemporaryDirectory(prefix="finetune-check-") as scratch:
+            splits = _check_rows(job, model, found, Path(scratch), trains=trains, most=most)
+    return CheckedData(
+        splits=tuple(splits),
+        max_length=None if model is None else model.max_length,
+        long_rows="are read in windows that overlap" if _in_windows(job) else "are cut",
+        notes=tuple(dict.fromkeys(found.notes)),
+        problems=tuple(found.problems),
+    )
+
+
+def _in_windows(job: TrainerJob) -> bool:
+    texts = job.dataset is not None and job.dataset.columns.text is not None
+    return job.task in _WINDOWS or (job.task == "text-generation" and texts)
+
+
+_WINDOWS = ("token-classification", "question-answering", "masked-lm")
+
+
+def _check_place(job: TrainerJob, found: _Findings) -> None:
+    """Check that the data exist, for a program that reads them itself."""
+    source = job.dataset
+    if source is not None:
+        found.of(lambda: source_of(source, "dataset").names())
+    found.notes.append("training.script reads the data itself: columns and labels are not checked.")
+
+
+class _Findings:
+    """Collected problems and notes."""
+
+    def __init__(self) -> None:
+        self.problems: list[FailureReport] = []
+        self.notes: list[str] = []
+
+    def of(self, step: Callable[[], T]) -> T | None:
+        """Return the result of the step; None where it raises StageError."""
+        with self.collected():
+            return step()
+        return None
+
+    @contextmanager
+    def collected(self, *, partial: bool = False, known: bool = True) -> Iterator[None]:
+        """Collect a StageError as a problem; if rows that were not read could refute it, only as a note (`partial`), or
+        not at all where only a model that is not loaded knows the labels.
+        """
+        try:
+            yield
+        except StageError as error:
+            doubtful = error.reason in _NEED_ALL_ROWS
+            if doubtful and not known:
+                return
+            if doubtful and partial:
+                self.notes.append(f"In the rows that were read: {error.message} {error.hint}")
+            elif all(problem.message != error.message for problem in self.problems):
+                self.problems.append(classify(error))
+
+
+# ---------------------------------------------------------------------------------------------------------------- model
+
+
+@dataclass(frozen=True)
+class _Model:
+    """Facts of a model from its files, without its libraries."""
+
+    max_length: int | None
+    tokenizer: Tokenizer | None
+
+    @classmethod
+    def of(cls, job: TrainerJob) -> _Model:
+        """Read the files; StageError as `resolve_model`, `truncation_length` and `refuse_long_answers`."""
+        config, tokenizer = _model_files(job)
+        if config is None:
+            return cls(job.preparation.max_length, None)
+        settings = SimpleNamespace(
+            **{"model_type": None, "is_encoder_decoder": False, **json.loads(config.read_text(encoding="utf-8"))}
+        )
+        length = truncation_length(job, cast("PretrainedConfig", settings))
+        refuse_long_answers(job, cast("PretrainedConfig", settings))
+        return cls(length, None if tokenizer is None else _tokenizer(tokenizer))
+
+
+def _model_files(job: TrainerJob) -> tuple[Path | None, Path | None]:
+    """Return `config.json` and `tokenizer.json`, where they are on this machine."""
+    parsed = Uri.parse(job.model.uri, "model.uri")
+    if parsed.scheme not in ("file", "pkg", "hf"):
+        return None, None
+    if parsed.scheme != "hf":
+        name, _ = resolve_model(job.model.uri, job.model.revision)
+        whole = Path(name) / "tokenizer.json"
+        return Path(name) / "config.json", whole if whole.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    name = hub_name(parsed.rest.rstrip("/"), parsed, "model.uri")  # without a request to the Hub
+    kept = [try_to_load_from_cache(name, file, revision=job.model.revision) for file in _MODEL_FILES]
+    config, tokenizer = (Path(each) if isinstance(each, str) else None for each in kept)
+    return config, tokenizer
+
+
+_MODEL_FILES = ("config.json", "tokenizer.json")
+
+
+def _tokenizer(file: Path) -> Tokenizer | None:
+    from tokenizers import Tokenizer
+
+    try:
+        made = Tokenizer.from_file(str(file))
+    except Exception:  # the library raises nothing narrower; prepare reports files that it cannot read
+        return None
+    made.no_truncation()
+    made.no_padding()
+    return made
+
+
+# ----------------------------------------------------------------------------------------------------------------- rows
+
+
+def _check_rows(
+    job: TrainerJob, model: _Model | None, found: _Findings, scratch: Path, *, trains: Trains | None, most: int
+) -> list[CheckedSplit]:
+    task = task_of(job)
+    parts = found.of(lambda: _parts(job, task, trains=trains is not None))
+    raw: dict[Role, RawSplit] = {}
+    if parts is None:
+        return []
+    checked: list[Role] = []
+    for role, part in parts.items():
+        with found.collected():
+            split = part.source.read(part.needs, scratch, most)
+            found.notes.extend(split.notes)
+            raw[role] = split
+            task.check(split, part.columns, part.setting)
+            checked.append(role)
+    # Labels of one split are judged by those of another, and tasks read them in checked rows.
+    labels = _check_labels(job, task, raw, found, trains=trains) if len(checked) == len(parts) else {}
+    return [_described(task, parts[role], role, split, labels.get(role, {}), model) for role, split in raw.items()]
+
+
+def _parts(job: TrainerJob, task: TaskModule, *, trains: bool) -> dict[Role, Part]:
+    predicted = predict_part(job, task)
+    return parts_of(job, task, trains=trains) | ({} if predicted is None else {"predict": predicted})
+
+
+def _check_labels(
+    job: TrainerJob,
+    task: TaskModule,
+    raw: Mapping[Role, RawSplit],
+    found: _Findings,
+    *,
+    trains: Trains | None,
+) -> dict[Role, dict[str, int]]:
+    """Count the rows of each label in each split; empty where labels are refused."""
+    judged = {role: split for role, split in raw.items() if role != "predict"}
+    counts: dict[Role, dict[str, int]] = {}
+    if not judged:
+        return counts
+    columns = job.dataset.columns if job.dataset else Columns()
+    with found.collected(partial=any(split.partial for split in judged.values()), known=trains is not None):
+        targets = task.targets(cast(Mapping[str, RawSplit], judged), columns, None)
+        found.notes.extend(targets.notes)
+        for role in judged:
+            if role in targets.of:
+                counts[role] = task.count_labels(targets.of[role], targets.labels)
+        measured = task.metrics[targets.labels.form]
+        refuse_unknown_metrics(job, measured)
+        if trains is not None and trains.stopping is not None:
+            refuse_unmeasured_stopping(job, trains.stopping, measured)
+    if trains is not None and "train" in raw and not raw["train"].partial:
+        with found.collected():
+            rows = len(raw["train"].rows)
+            if "validation" not in raw:
+                rows = len(split_validation(raw["train"], job.seed)[0])
+            _refuse_few_rows(job, rows, trains.batch)
+    return counts
+
+
+def _refuse_few_rows(job: TrainerJob, rows: int, batch: int) -> None:
+    """Raise StageError CONFIG `FewRows` if the train split does not fill a step, as the plan does after prepare."""
+    if job.task in _ONE_FEATURE_A_ROW and rows < batch:
+        raise StageError(
+            FailureClass.CONFIG,
+            "FewRows",
+            f"training.globalBatchSize is {batch}, and {rows} rows are left for training.",
+            f"Add rows, or set training.globalBatchSize to {max(rows, 1)} or less.",
+        )
+
+
+_ONE_FEATURE_A_ROW = ("text-classification", "summarization", "translation", "preference-tuning")
+"""Tasks whose steps count rows; those of others count windows or packs, whose number only prepare knows."""
+
+
+def _described(
+    task: TaskModule, part: Part, role: Role, split: RawSplit, labels: Mapping[str, int], model: _Model | None
+) -> CheckedSplit:
+    table = split.table
+    words, characters = {}, {}
+    for name in dict.fromkeys(task.inputs(part.columns).values()):
+        texts = [_texts(value) for value in table[name].to_pylist()] if _has_text(table[name].type) else []
+        if texts:
+            words[name] = _lengths([sum(len(text.split()) for text in each) for each in texts])
+            characters[name] = _lengths([sum(map(len, each)) for each in texts])
+    tokens = _token_counts(table, [*words], model)
+    longer = sum(count > model.max_length for count in tokens) if tokens and model and model.max_length else None
+    return CheckedSplit(
+        role=role,
+        name=split.name,
+        origin=split.origin,
+        rows=len(split.rows),
+        whole=not split.partial,
+        columns=split.has,
+        labels=dict(Counter(labels).most_common()),
+        words=words,
+        characters=characters,
+        tokens=_lengths(tokens) if tokens else None,
+        longer=None if longer is None else round(longer * len(split.rows) / len(tokens)),
+        estimated=len(tokens) < len(split.rows),
+    )
+
+
+def _has_text(kind: pa.DataType) -> bool:
+    if is_list(kind):
+        return _has_text(kind.value_type) or pa.types.is_struct(kind.value_type)
+    return is_text(kind)
+
+
+def _texts(value: Any) -> list[str]:
+    """Return the texts of a cell: one, words, or the contents of messages."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return _texts(value.get("content"))
+    return [text for each in value for text in _texts(each)] if isinstance(value, list) else []
+
+
+def _token_counts(table: pa.Table, columns: Sequence[str], model: _Model | None) -> list[int]:
+    """Count the tokens of rows, special tokens included, over all columns that are read together."""
+    if model is None or model.tokenizer is None or not columns or len(columns) > 2:
+        return []
+    some = table.take(list(range(0, len(table), -(-len(table) // _TOKENIZED_ROWS))))
+    texts = [[" ".join(_texts(value)) for value in some[name].to_pylist()] for name in columns]
+    pairs = texts[0] if len(texts) == 1 else list(zip(*texts, strict=True))
+    return [len(each.ids) for each in model.tokenizer.encode_batch(pairs)]
+
+
+def _lengths(counts: Sequence[int]) -> TextLengths:
+    return TextLengths(mean=round(sum(counts) / len(counts), 1), longest=max(counts))

@@ -1,0 +1,1 @@
+"""Protocols of a server: requests to rows, predictions to answers. Knows no model."""

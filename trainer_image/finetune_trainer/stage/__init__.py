@@ -1,0 +1,1 @@
+"""One rank of one stage, from job.json to its report. The top of the trainer."""

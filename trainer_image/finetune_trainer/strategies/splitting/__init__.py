@@ -1,0 +1,1 @@
+"""Models, optimizers and rows split over processes. Knows no task."""
