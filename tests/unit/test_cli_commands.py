@@ -453,17 +453,12 @@ def test_list_of_commands_shows_the_first_line_of_each_help() -> None:
 
 
 HEAVY = ("rich", "yaml", "asyncio", "requests", "kubernetes", "finetune_contract", "finetune_operator.spec.types")
-FAULTS = (
-    "schema.crd",
-    *(f"hints.{name}" for name in ("faulty_fields", "foreign_table", "unknown_names", "wrong_values")),
-)
+FAULTS = tuple(f"hints.{name}" for name in ("faulty_fields", "foreign_table", "unknown_names", "wrong_values"))
+REST = ("schema.crd", "types.pod_types", "checks.template", "checks.settings_check")
 CHECKS = (
     *("rich", "asyncio", "requests", "kubernetes", "finetune_contract.trainer_job", "finetune_operator.plan"),
     *("finetune_operator.documents.settings_file", "finetune_operator.documents.repairs"),
-    *(
-        f"finetune_operator.spec.{name}"
-        for name in (*FAULTS, "types.pod_types", "checks.template", "checks.settings_check")
-    ),
+    *(f"finetune_operator.spec.{name}" for name in (*FAULTS, *REST)),
 )
 
 
