@@ -6,11 +6,14 @@ import os
 import sys
 from typing import Any
 
+from process_support.libraries import libraries
+
 
 def train(arguments: list[str], logits: int) -> None:
     """Run the stage with at most `logits` at a time, print the number of chunks, and end the process with its code."""
     from finetune_contract import plans
     from finetune_trainer.__main__ import run
+    from finetune_trainer.core.library_patches import divided_cross_entropy
     from finetune_trainer.training.passes import chunked_loss
 
     plans.LOSS_LOGITS = logits
@@ -23,8 +26,18 @@ def train(arguments: list[str], logits: int) -> None:
         return compute(loss, *part)
 
     chunked_loss.ChunkedLoss._judge = counted  # type: ignore[method-assign]
+    install, divided = divided_cross_entropy.install, 0
+
+    def noted() -> Any:
+        nonlocal divided
+        divided += 1
+        return install()
+
+    object.__setattr__(divided_cross_entropy, "install", noted)
+    before = libraries()
     code = run(arguments)
     print(f"{calls} chunks were computed")
-    print(f"divided over the vocabulary: {chunked_loss._divide_cross_entropy.cache_info().currsize}")
+    print(f"divided over the vocabulary: {divided}")
+    print(f"libraries are as before: {libraries() == before}")
     sys.stdout.flush()
     os._exit(code)

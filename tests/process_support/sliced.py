@@ -39,6 +39,7 @@ def prepared(families: list[str], training: dict[str, Any], out: str) -> None:
 
     from finetune_contract.trainer_job import Training
     from finetune_trainer.core.failures import StageError
+    from finetune_trainer.core.library_patches import patches_removed
     from finetune_trainer.strategies.select import strategy_for
 
     torch.distributed.init_process_group("gloo")
@@ -46,7 +47,8 @@ def prepared(families: list[str], training: dict[str, Any], out: str) -> None:
     for family in families:
         strategy = strategy_for(Training.model_validate(training), None, Path("unused"))
         try:
-            strategy.prepare_model(decoder(family))
+            with patches_removed():
+                strategy.prepare_model(decoder(family))
             found[family] = ""
         except StageError as error:
             found[family] = error.reason

@@ -21,6 +21,7 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import ENV_PROGRESS, ENV_REPORT, JobPaths
 from finetune_contract.report import Progress, TrainerReport
 from finetune_contract.trainer_job import Strategy, TrainerJob
+from finetune_trainer.core.library_patches import patches_removed
 from suite_plugins.patience import patient
 from trainer_support import compiled
 from trainer_support.forking import fork_server
@@ -371,6 +372,13 @@ def make_job(model: Path, data: Path, **training: Any) -> TrainerJob:
         predict=None,
         seed=42,  # new adapters are drawn with it
     )
+
+
+@pytest.fixture(autouse=True)
+def libraries_as_found() -> Iterator[None]:
+    """Remove the changes of libraries that a test has not removed itself."""
+    with patches_removed():
+        yield
 
 
 @pytest.fixture

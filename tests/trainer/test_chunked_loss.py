@@ -302,6 +302,7 @@ def trained_in_chunks(run: Any, strategy: str, steps: int) -> str:
     counts = [int(count) for count in re.findall(r"(\d+) chunks were computed", output)]
     assert len(counts) == 2
     assert min(counts) >= 2 * 2 * steps
+    assert output.count("libraries are as before: True") == 2
     return str(output)
 
 

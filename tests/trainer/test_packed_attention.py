@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -18,17 +18,6 @@ from trainer_support.tasks import training_of
 PACKS = [[5, 1, 7, 3], [9, 2]]
 """Tokens of the rows of two packs of 16 tokens; the second is padded."""
 WIDTH = 16
-
-
-@pytest.fixture(autouse=True)
-def transformers_as_given() -> Iterator[None]:
-    """Give transformers its own attention back."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    interfaces = [(each, dict(each._global_mapping)) for each in (AttentionInterface, AttentionMaskInterface)]
-    yield
-    for each, mapping in interfaces:
-        each._global_mapping = mapping
 
 
 def packed_batch() -> dict[str, Any]:

@@ -224,26 +224,20 @@ def test_each_layer_keeps_its_own_mask_for_padded_or_packed_rows(how: str, preci
 def test_rows_of_packs_by_themselves_keep_their_outputs_twice_and_no_mask(precision: str):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    from transformers import AttentionInterface, AttentionMaskInterface
-
+    from finetune_trainer.core.library_patches import patches_removed
     from finetune_trainer.training.passes.packed_attention import ByRow
 
     length, saved = 256, {}
     two = torch.cat([torch.arange(100), torch.arange(length - 100)])[None]
     pack = {"attention_mask": None, "position_ids": two, "use_cache": False}
-    given = [(each, dict(each._global_mapping)) for each in (AttentionInterface, AttentionMaskInterface)]
-    try:
-        for layers in (1, 2):
-            config = transformers.AutoConfig.for_model("llama", **SMALL["llama"] | {"num_hidden_layers": layers})
-            config.update({"vocab_size": 1000, "pad_token_id": 0})
-            model = transformers.AutoModelForSequenceClassification.from_config(config).train()
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-                plain = saved_bytes(model, torch, 1, length)
-                with ByRow(torch.device("cpu"), "position_ids", "single").over(pack):
-                    saved[layers] = saved_bytes(model, torch, 1, length, **pack) - plain
-    finally:
-        for each, mapping in given:
-            each._global_mapping = mapping
+    for layers in (1, 2):
+        config = transformers.AutoConfig.for_model("llama", **SMALL["llama"] | {"num_hidden_layers": layers})
+        config.update({"vocab_size": 1000, "pad_token_id": 0})
+        model = transformers.AutoModelForSequenceClassification.from_config(config).train()
+        with patches_removed(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            plain = saved_bytes(model, torch, 1, length)
+            with ByRow(torch.device("cpu"), "position_ids", "single").over(pack):
+                saved[layers] = saved_bytes(model, torch, 1, length, **pack) - plain
     measured = (saved[2] - saved[1]) / length
     facts = model_facts(config.to_dict())
     world = World(nodes=1, processes_per_node=1, device="cpu", threads_per_process=1)

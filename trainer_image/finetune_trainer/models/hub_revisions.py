@@ -12,6 +12,8 @@ import logging
 from datetime import UTC, datetime
 from pathlib import Path
 
+from finetune_trainer.core.library_patches import hub_offline
+
 log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 10.0
@@ -114,5 +116,4 @@ def _use_the_cache(repository: str, revision: str, commit: str, why: str) -> Non
         "nothing else is requested from the Hub.",
         constants.ENDPOINT, why, repository, revision, commit, f"{since:%Y-%m-%d %H:%M}",
     )  # fmt: skip
-    # Read by the Hub's client at each request, and by transformers.
-    constants.HF_HUB_OFFLINE = True
+    hub_offline.until_end(_known.clear)

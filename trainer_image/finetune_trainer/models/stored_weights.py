@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from finetune_contract.choices import Precision
+from finetune_trainer.core.library_patches import types_of_loaded_weights
 from finetune_trainer.devices.device_units import TORCH_TYPES
 
 log = logging.getLogger(__name__)
@@ -65,11 +66,8 @@ def _types_of_files() -> Iterator[dict[str, torch.Tensor]]:
         as_built.update(model.state_dict(keep_vars=True))
         return {"*": None}
 
-    PreTrainedModel._get_dtype_plan = plan  # type: ignore[method-assign,assignment]
-    try:
+    with types_of_loaded_weights(plan):
         yield as_built
-    finally:
-        PreTrainedModel._get_dtype_plan = given  # type: ignore[method-assign]
 
 
 def in_training_type(

@@ -12,8 +12,8 @@ group agrees on the largest batch that fits all of them before the first one (`f
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,6 +22,7 @@ from finetune_contract.inference_settings import InferenceProcesses
 from finetune_contract.layout import FailureClass
 from finetune_trainer.core.distributed import BACKENDS, PATIENCE, ProcessWorld, lowest
 from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.library_patches import mesh_of_loaded_model
 from finetune_trainer.devices.pass_memory import PassMemory, device_memory, fitted_tokens, probe
 from finetune_trainer.tasks.task_protocol import Answer, Feature
 
@@ -161,21 +162,12 @@ class TensorGroup(WholeModel):
         _refuse_whole_weights(model, planned, self.size)
         return model
 
-    @contextmanager
-    def _own_mesh(self) -> Iterator[None]:
+    def _own_mesh(self) -> AbstractContextManager[None]:
         """Replace the mesh of transformers, which requires that all processes hold one model (5.23,
         `distributed/utils.py`, `initialize_distributed_mesh`), by that of this group.
         """
-        from transformers import PreTrainedModel
-
         place = self._place()
-        replacement: Any = classmethod(lambda _cls, config, device_map=None: (config, place, _OwnMesh(self.mesh)))
-        assert "prepare_distribute_model" not in PreTrainedModel.__dict__, "transformers defines it in a base class"
-        PreTrainedModel.prepare_distribute_model = replacement  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            del PreTrainedModel.prepare_distribute_model
+        return mesh_of_loaded_model(lambda _cls, config, device_map=None: (config, place, _OwnMesh(self.mesh)))
 
     def _place(self) -> torch.device:
         import torch

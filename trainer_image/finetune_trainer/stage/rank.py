@@ -25,6 +25,7 @@ from finetune_trainer.core.distributed import ProcessWorld, current, disconnect
 from finetune_trainer.core.failures import StageError, chain, classify
 from finetune_trainer.core.interruption import Interruption
 from finetune_trainer.core.job_file import read_job
+from finetune_trainer.core.library_patches import patches_removed
 from finetune_trainer.core.outcome import report_path, write_report
 from finetune_trainer.core.progress import Findings, progress_for
 from finetune_trainer.core.stage_console import quiet_libraries, settle_console
@@ -38,6 +39,7 @@ from finetune_trainer.stage.stages import STAGES, StageInput, StageResult
 log = logging.getLogger("finetune_trainer")
 
 
+@patches_removed()
 def run(argv: Sequence[str]) -> int:
     """Run the command of `argv` and return the exit code."""
     arguments = _parse(argv)

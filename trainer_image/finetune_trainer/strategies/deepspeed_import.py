@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
-from finetune_trainer.core.unused_libraries import not_importable
+from finetune_trainer.core.library_patches import deepspeed_decorates_nothing, no_collective_to_compile, without_mlflow
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -15,35 +14,18 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 def import_deepspeed() -> None:
     """Import DeepSpeed once; later imports find it. Left out are:
 
-    - mlflow, which its autotuner imports wherever it is installed. Tracking imports it by itself.
-    - torch's compiler, which the Muon optimizer's module loads to decorate three functions. No job has that optimizer,
-      and without the compiler the functions would be slower, not wrong.
-    - a shared-memory collective that it compiles on CPU at its first start: half a minute and a compiler, for inference
-      only. Training collectives use gloo with or without it.
-
-    The first two are two fifths of the import's CPU time (DeepSpeed 0.19).
+    - mlflow and torch's compiler, two fifths of the import's CPU time (DeepSpeed 0.19). The Muon optimizer's module
+      loads the compiler to decorate three functions, which would be slower without it, not wrong.
+    - a shared-memory collective on CPUs.
     """
     if "deepspeed" not in sys.modules:
-        with not_importable("mlflow"):
+        with without_mlflow():
             import deepspeed
-        with _not_compiling():
-            import deepspeed.runtime.zero.muon.original_muon
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        with deepspeed_decorates_nothing(_as_it_is):
+            import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
+    no_collective_to_compile.until_end()
 
 
-@contextmanager
-def _not_compiling() -> Iterator[None]:
-    """Have DeepSpeed's decorator for compiled functions return them as they are."""
-    from deepspeed.runtime import compiler
-
-    def as_it_is() -> Callable[[_Function], _Function]:
-        return lambda function: function
-
-    compiling = compiler.compile
-    compiler.compile = as_it_is
-    try:
-        yield
-    finally:
-        compiler.compile = compiling
+def _as_it_is() -> Callable[[_Function], _Function]:
+    """Return a decorator that returns functions as they are."""
+    return lambda function: function

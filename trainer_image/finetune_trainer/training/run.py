@@ -28,6 +28,7 @@ from finetune_trainer.core.allocator import give_back_freed_memory
 from finetune_trainer.core.distributed import ProcessWorld, gathered
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.interruption import Interruption
+from finetune_trainer.core.library_patches import patches_removed
 from finetune_trainer.core.progress import ProgressSink
 from finetune_trainer.core.stage_console import quiet_transformers
 from finetune_trainer.data.prepared import PreparedData
@@ -80,6 +81,7 @@ of a training micro-batch are safe.
 """
 
 
+@patches_removed()
 def train(
     job: TrainerJob,
     paths: JobPaths,

@@ -8,8 +8,11 @@ applies them as its own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from finetune_trainer.core.library_patches import conv1d_styles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,7 +34,7 @@ def conv1d_plan(model: PreTrainedModel) -> dict[str, str]:
     """Return the module of `model` (layers as `*`) -> style, for a family of `FAMILIES`; empty for others."""
     if model.config.model_type not in FAMILIES:
         return {}
-    _register()
+    conv1d_styles.until_end(_styles())
     body = model.base_model_prefix
     plan = {f"{body}.h.*.{name}": style for name, style in _LAYER_PLAN.items()}
     plan[f"{body}.wte"] = "embedding_rowwise"
@@ -47,14 +50,13 @@ def widths(model: PreTrainedModel) -> dict[str, int]:
 
 
 @cache
-def _register() -> None:
-    """Register the styles with transformers."""
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-
+def _styles() -> Mapping[str, object]:
+    """Return the styles by name."""
     from finetune_trainer.strategies.splitting.conv1d_styles import Columns, Heads, Rows
 
-    styles: Any = ALL_PARALLEL_STYLES  # transformers has no types for it
-    styles.register("conv1d_heads", Heads())
-    styles.register("packed_colwise_conv1d", Columns(packed=_QUERY_KEY_VALUE))
-    styles.register("colwise_conv1d", Columns())
-    styles.register("rowwise_conv1d", Rows())
+    return {
+        "conv1d_heads": Heads(),
+        "packed_colwise_conv1d": Columns(packed=_QUERY_KEY_VALUE),
+        "colwise_conv1d": Columns(),
+        "rowwise_conv1d": Rows(),
+    }

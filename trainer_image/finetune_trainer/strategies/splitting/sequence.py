@@ -30,6 +30,7 @@ from finetune_contract.trainer_job import Training
 from finetune_trainer.checkpoint.checkpoints import CheckpointPart
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.files import FileEntry
+from finetune_trainer.core.library_patches import attention_over_slices
 from finetune_trainer.core.slices import NOT_LEARNT, ROW_POSITIONS
 from finetune_trainer.models.stored_weights import place_on
 from finetune_trainer.strategies.splitting.mesh import SEQUENCE, MeshShape
@@ -179,10 +180,7 @@ class SlicedAttention:
 
     def take_over(self, model: PreTrainedModel) -> None:
         """Become the attention of `model`, whose inputs are slices from then on."""
-        from transformers import AttentionInterface, AttentionMaskInterface
-
-        AttentionInterface.register(ATTENTION, self.attend)
-        AttentionMaskInterface.register(ATTENTION, self.mask)
+        attention_over_slices.until_end(self.attend, self.mask)
         model.set_attn_implementation(ATTENTION)
         model.register_forward_pre_hook(self._before, with_kwargs=True)
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import RowwiseParallel
+
+from finetune_trainer.core.library_patches import style_to_slices
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _TO_SLICES = "rowwise_to_slices"
 """Our style for a layer whose outputs are summed up and divided by tokens."""
+_STYLE = RowwiseParallel(output_layouts=Shard(1))
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
@@ -31,8 +33,7 @@ def sliced_plan(plan: Mapping[str, str], model: PreTrainedModel, summed: str) ->
     """Return `plan` with outputs of layers in slices. `summed`: style of a weight whose gradients are to be summed, as
     those of norms, of which each rank has a part.
     """
-    styles: Any = ALL_PARALLEL_STYLES  # which transformers annotates as functions
-    styles.register(_TO_SLICES, RowwiseParallel(output_layouts=Shard(1)))
+    style_to_slices.until_end(_STYLE)
     ends = (".o_proj", ".down_proj")
     changed = {name: _TO_SLICES if name.endswith(ends) else style for name, style in plan.items()}
     body = model.base_model_prefix

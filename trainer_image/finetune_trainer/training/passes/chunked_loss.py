@@ -10,14 +10,11 @@ parts (torch's `loss_parallel`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -25,6 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from finetune_contract.arguments import needs_whole_logits
 from finetune_contract.plans import CHUNKED_LOSS_FAMILIES, chunks_loss, loss_tokens
 from finetune_contract.trainer_job import Training
+from finetune_trainer.core.library_patches import divided_cross_entropy
 from finetune_trainer.core.slices import NOT_LEARNT
 from finetune_trainer.training.passes.objective import following, smoothed
 
@@ -107,7 +105,7 @@ class ChunkedLoss:
     def _of_logits(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the sum over tokens, shape (); for losses of rows that of each token, 0 where nothing is learnt."""
         if isinstance(logits, DTensor):
-            _divide_cross_entropy()
+            divided_cross_entropy.until_end()
         found = smoothed(logits, labels, self._smoothing, "none" if self._of_rows else "sum")
         return found.to_local() if isinstance(found, DTensor) else found
 
@@ -122,13 +120,3 @@ class ChunkedLoss:
         if self._labels is not None and (self._smoothing or self._of_rows):
             return self._reduced([self._of_logits(logits, self._labels)], self._labels)
         return cast(torch.Tensor, self._given_loss(logits, labels, *args, **kwargs))
-
-
-@cache
-def _divide_cross_entropy() -> AbstractContextManager[None]:
-    """Have torch compute cross-entropies of logits that are divided over the vocabulary without gathering them, for the
-    rest of this process: the context must be entered in the backward pass, too, which a checkpoint resumes anywhere.
-    """
-    context = loss_parallel()
-    context.__enter__()
-    return context

@@ -24,6 +24,7 @@ from torch import nn
 
 from finetune_contract.arguments import COMPILATION
 from finetune_trainer.core.distributed import gathered
+from finetune_trainer.core.library_patches import uncompiled_where_it_fails
 from finetune_trainer.devices.compile_cache import separate_compile_cache
 from finetune_trainer.strategies.fsdp_groups import transformer_blocks
 from finetune_trainer.strategies.strategy_protocol import expect
@@ -80,8 +81,7 @@ def with_working_compiler(training: Training) -> Training:
     answers = gathered(_why_not_compiled(torch.device(training.world.device)))
     reasons = [reason for reason in answers if reason]
     if not reasons:
-        # torch logs what it cannot compile, and calls it as it is.
-        torch._dynamo.config.suppress_errors = True
+        uncompiled_where_it_fails.until_end()
         return training
     log.warning("torch.compile is off, as it fails in %d of %d processes: %s", len(reasons), len(answers), reasons[0])
     kept = {name: value for name, value in training.arguments.items() if name not in COMPILATION}

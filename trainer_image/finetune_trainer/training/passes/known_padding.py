@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from transformers import AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
+
+from finetune_trainer.core.library_patches import masks_by_known_padding
 
 MASK = "attention_mask"
 
@@ -43,13 +44,16 @@ class KnownPadding:
 
 @contextmanager
 def known_padding(known: KnownPadding | None) -> Iterator[None]:
-    """Make `known` the facts for forward passes inside the context."""
-    AttentionMaskInterface.register("sdpa", _mask)
-    KnownPadding.current = known
-    try:
+    """Make `known` the facts for forward passes inside the context. None: nothing is known."""
+    if known is None:
         yield
-    finally:
-        KnownPadding.current = None
+        return
+    with masks_by_known_padding(_mask):
+        KnownPadding.current = known
+        try:
+            yield
+        finally:
+            KnownPadding.current = None
 
 
 def _mask(**arguments: Any) -> torch.Tensor | None:

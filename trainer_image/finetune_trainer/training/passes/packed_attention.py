@@ -26,20 +26,19 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+from transformers import PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from finetune_contract.choices import StrategyName
 from finetune_contract.facts import BF16_FROM
 from finetune_contract.packed_rows import why_packs_have_masks
 from finetune_contract.trainer_job import Training
+from finetune_trainer.core.library_patches import attention_by_row, rows_for_masks
 from finetune_trainer.core.slices import ROW_POSITIONS
 from finetune_trainer.strategies.strategy_protocol import expect
 
 log = logging.getLogger(__name__)
 
-_SDPA = "sdpa"
-"""Name of fused attention in transformers."""
 _SHARED_KEYS = "enable_gqa"
 _CHECKS_SHARED_KEYS = _SHARED_KEYS in signature(varlen_attn).parameters
 """False for torch 2.11, whose `varlen_attn` passes shared keys unchecked to the kernel, which takes them."""
@@ -97,21 +96,17 @@ class ByRow:
         self._rows: PackedRows | None = None
         self._attended = 0
         """Layers that computed a pack, in all passes."""
-        AttentionInterface.register(_SDPA, self.attend)
+        attention_by_row.until_end(self.attend)
 
     @contextmanager
     def over(self, batch: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Make the rows of `batch` those of the forward passes inside the context."""
-        AttentionMaskInterface.register(_SDPA, self.mask)
-        looks = masking_utils.find_packed_sequence_indices
-        # transformers looks for the rows of a pack on the device, and the host would wait for what it finds.
-        masking_utils.find_packed_sequence_indices = lambda position_ids: None
-        self._rows = packed_rows(batch[self._positions], self._device)
-        try:
-            yield
-        finally:
-            self._rows = None
-            masking_utils.find_packed_sequence_indices = looks
+        with rows_for_masks(self.mask):
+            self._rows = packed_rows(batch[self._positions], self._device)
+            try:
+                yield
+            finally:
+                self._rows = None
 
     def mask(self, **arguments: Any) -> PackedRows | torch.Tensor | None:
         """Return the rows in place of the mask that transformers requests; outside `over` the mask. Raise StageError

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
 
+from finetune_trainer.core.library_patches import without_telemetry
 from finetune_trainer.predict.backends.backend_protocol import NO_BF16, Batch, ForwardPass, Machine
 from finetune_trainer.predict.backends.exported.onnx_graph import (
     artefact,
@@ -96,7 +96,7 @@ class OpenVinoPass:
 
 def _openvino() -> Any:
     """Import OpenVINO with telemetry blocked, also for later imports."""
-    sys.modules.setdefault("openvino_telemetry", cast(ModuleType, None))
+    without_telemetry.until_end()
     import openvino
 
     return openvino
