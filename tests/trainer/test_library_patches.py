@@ -21,7 +21,7 @@ from process_support.sliced import decoder
 from trainer_support.tasks import task_job, trained, training_of, write_lines
 
 import_deepspeed()  # before others import it, and with it torch's compiler
-SOURCES = Path(str(library_patches.__file__)).parent
+SOURCES = Path(str(library_patches.__file__)).parents[1]
 PATCHES = {name: each for name, each in vars(library_patches).items() if isinstance(each, Patch)}
 BLOCKED = {"without_bitsandbytes": "bitsandbytes", "without_mlflow": "mlflow", "without_torchao": "torchao"}
 IN_FORCE_ALREADY = {"no_collective_to_compile"}

@@ -300,7 +300,7 @@ def test_a_folder_name_with_a_variable_in_it_is_the_folder_of_that_name():
 
 
 def test_every_value_of_every_template_goes_through_the_filter():
-    files = sorted(Path(templates.__file__).parents[1].glob("*/templates/*.yaml.jinja"))
+    files = sorted(Path(templates.__file__).parents[2].rglob("*.yaml.jinja"))
     values = [value for file in files for value in re.findall(r"\{\{(.*?)\}\}", file.read_text(encoding="utf-8"))]
     assert len(files) == 17
     assert len(values) > 20
