@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 from suite_plugins.patience import patient
 
@@ -27,3 +28,9 @@ def test_readers_of_a_status_import_no_template_engine() -> None:
     program = f"import sys\n{imports}print([name for name in ('jinja2', 'torch') if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(300))
     assert ran.stdout.strip() == "[]", ran.stdout + ran.stderr
+
+
+def test_a_task_is_compared_by_its_name_in_its_own_folder_only() -> None:
+    trainer = Path(__file__).parents[2] / "trainer_image" / "finetune_trainer"
+    texts = {path: path.read_text(encoding="utf-8") for path in trainer.rglob("*.py") if path.parent.name != "tasks"}
+    assert [path for path, text in texts.items() if "job.task ==" in text] == []

@@ -153,14 +153,14 @@ class Bench:
             }
         )
         task, means = task_of(job), Means.of(job.predict)
-        part = predict_part(job, task)
+        part = predict_part(job, task.encoding)
         assert part is not None
         self.shards = row_source(part.source, part.needs)
         config = load_config(job)
         length = truncation_length(job, config)
         coding = Coding(load_tokenizer(job), length, window_stride(job, length), config.model_type)
-        model = task.load_model(job, str(self.model_folder), {}, torch.float32).eval()
-        labels = labels_of_model(job, task, model.config)
+        model = task.head.load_model(job, str(self.model_folder), {}, torch.float32).eval()
+        labels = labels_of_model(job, task.head, model.config)
         columns = RequestedColumns(part.columns, part.setting, {})
         self.answerer = Answerer(job, Encoder(task, coding, packing=False), model, labels, means, columns)
 

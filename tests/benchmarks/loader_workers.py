@@ -80,7 +80,7 @@ def compare(job: TrainerJob, paths: JobPaths, rows: int, batches: int, rounds: i
     for _ in range(rounds):
         for arm in ARMS:
             order = EpochOrder(prepared.lengths("train"), Batch(**sizes), 0, 1, grouped=False)
-            collate = Collate(task, prepared.pad_token_id)
+            collate = Collate(task.encoding, prepared.pad_token_id)
             loader = DataLoader(TrainRows(prepared), batch_sampler=order, collate_fn=collate, num_workers=arm)
             took, digest = [], hashlib.sha256()
             taken = iter(loader)

@@ -81,11 +81,13 @@ def work(model: Path, rows: Path, threads: int, rung: str, gate: Path) -> None:
     predicts = {"dataset": source, "device": "cpu", "batch_tokens": 2048}
     named = {"name": "b", "task": "text-classification", "model": {"uri": f"file://{model}"}, "predict": predicts}
     job = TrainerJob.model_validate(named)
-    task, part = task_of(job), predict_part(job, task_of(job))
+    task, part = task_of(job), predict_part(job, task_of(job).encoding)
     assert part is not None
-    loaded = task.load_model(job, str(model), {}, torch.float32).eval()
+    loaded = task.head.load_model(job, str(model), {}, torch.float32).eval()
     encoder, columns = Encoder(task, coding_of(job), packing=False), RequestedColumns(part.columns, part.setting, {})
-    answerer = Answerer(job, encoder, loaded, labels_of_model(job, task, loaded.config), Means.of(job.predict), columns)
+    answerer = Answerer(
+        job, encoder, loaded, labels_of_model(job, task.head, loaded.config), Means.of(job.predict), columns
+    )
     shards = list(row_source(part.source, part.needs).shards())
     if rung != "none":
         sample, _ = answerer.sample(iter(shards), 64)
@@ -106,7 +108,9 @@ def work(model: Path, rows: Path, threads: int, rung: str, gate: Path) -> None:
     began = time.process_time()
     for shard in shards:
         read = shard.read()
-        encoder.features(read.checked(range(len(read.numbers)), lambda _split: None), task.inputs(part.columns))
+        encoder.features(
+            read.checked(range(len(read.numbers)), lambda _split: None), task.encoding.inputs(part.columns)
+        )
     print(json.dumps([ended, spent, time.process_time() - began]), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What the trainer changes in libraries, read from the libraries themselves."""
+"""Changes of the trainer in libraries, read from the libraries themselves."""
 
 from __future__ import annotations
 

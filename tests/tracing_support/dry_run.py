@@ -33,7 +33,7 @@ from finetune_trainer.models.stored_weights import in_training_type, narrow_weig
 from finetune_trainer.report.measured_facts import model_facts
 from finetune_trainer.strategies.select import strategy_for
 from finetune_trainer.strategies.splitting.mesh import MeshShape
-from finetune_trainer.tasks.task_registry import task_module
+from finetune_trainer.tasks.task_registry import task_parts
 from finetune_trainer.training.loop import LoopParts, StepReport, TrainingLoop
 from finetune_trainer.training.order import Collate, EpochOrder, Pick
 from finetune_trainer.training.passes import packed_attention
@@ -198,8 +198,8 @@ def _loop(
     if case.task == "text-classification":
         config.problem_type = "single_label_classification"
     strategy = strategy_for(training, _deepspeed(training, facts), folder)
-    task: Any = task_module(case.task)
-    auto: Any = getattr(transformers, task.auto)
+    task: Any = task_parts(case.task)
+    auto: Any = getattr(transformers, task.head.auto)
     model = auto.from_config(config, dtype=torch.float32)
     adapted, in_float8 = _changed(model, training)
     if strategy.takes_weights == "device":
@@ -215,7 +215,7 @@ def _loop(
         "in_float8": in_float8,
         "order": EpochOrder(lengths, training.loop_batch, shape.data_rank(case.rank), 1, grouped=False),
         "rows": _Rows(rows, case),
-        "collate": _RealBatches(task, 0, shape.token_slice(case.rank)),
+        "collate": _RealBatches(task.encoding, 0, shape.token_slice(case.rank)),
         "validation": None,
         "observer": observer,
         "saver": NoCheckpoints(),

@@ -25,7 +25,7 @@ from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.distributed import ProcessWorld
 from finetune_trainer.predict.pod_processes import is_placed, placement, places, refuse_host_memory, settle_gpus
 from finetune_trainer.predict.runner import settle
-from finetune_trainer.tasks.task_registry import task_module
+from finetune_trainer.tasks.task_registry import task_parts
 from finetune_trainer.tasks.writing import kept_places
 from tracing_support import switched_off
 
@@ -64,8 +64,8 @@ def run(name: str, result: str) -> None:
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # the fake mode is that of one thread
     torch.cuda._is_in_bad_fork = lambda: False  # libraries queried the devices before the fork; the stub's stay valid
     with tempfile.TemporaryDirectory() as folder:
-        task: Any = task_module(task_name)  # type: ignore[arg-type]
-        auto: Any = getattr(transformers, task.auto)
+        task: Any = task_parts(task_name)  # type: ignore[arg-type]
+        auto: Any = getattr(transformers, task.head.auto)
         whole = transformers.AutoConfig.for_model(**{**_SMALL, **config})
         auto.from_config(whole).save_pretrained(folder)
         for row in switched_off.ROWS:
@@ -77,7 +77,7 @@ def run(name: str, result: str) -> None:
         FakeTensor.data_ptr = lambda tensor: id(tensor)  # type: ignore  # accelerate knows tied weights by address
         job = TrainerJob(name="job", task=task_name, model=ModelSource(uri=f"file://{folder}"))  # type: ignore[arg-type]
         with fakes, _IndicesNearby(), torch.inference_mode():
-            model = task.load_model(job, folder, placement(2), torch.bfloat16)
+            model = task.head.load_model(job, folder, placement(2), torch.bfloat16)
             refuse_host_memory(model)
             settle(model, "cuda")
             outputs = _passes(model, task_name)

@@ -39,9 +39,9 @@ def adapted_bench(bench: Any, workspace: Path, adapter: Adapter = LORA, **traini
 def base_of(bench: Any) -> Any:
     """Return the initial model of the bench's job, with its head drawn from the job's seed."""
     from finetune_trainer.data.prepared import PreparedData
-    from finetune_trainer.tasks.task_registry import task_module
+    from finetune_trainer.tasks.task_registry import task_parts
 
-    return task_module(bench.job.task).build_model(bench.job, PreparedData.open(bench.paths).facts)
+    return task_parts(bench.job.task).head.build_model(bench.job, PreparedData.open(bench.paths).facts)
 
 
 def tensors(folder: Path, name: str) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def loop_over(bench: Any, model: Any, adapted: Any, folder: Path) -> Any:
     from finetune_trainer.core.progress import NoProgress
     from finetune_trainer.data.prepared import PreparedData
     from finetune_trainer.strategies.single import Single
-    from finetune_trainer.tasks.task_registry import task_module
+    from finetune_trainer.tasks.task_registry import task_parts
     from finetune_trainer.training.loop import LoopParts, TrainingLoop
     from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
     from finetune_trainer.training.run_observers import SilentObserver
@@ -167,7 +167,7 @@ def loop_over(bench: Any, model: Any, adapted: Any, folder: Path) -> Any:
         adapted=adapted,
         order=EpochOrder(prepared.lengths("train"), training.batch, 0, training.seed, grouped=True),
         rows=TrainRows(prepared),
-        collate=Collate(task_module(bench.job.task), prepared.pad_token_id),
+        collate=Collate(task_parts(bench.job.task).encoding, prepared.pad_token_id),
         validation=None,
         observer=SilentObserver(NoProgress(), training.max_steps),
         saver=NoCheckpoints(),  # type: ignore[arg-type]

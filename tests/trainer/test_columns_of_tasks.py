@@ -13,7 +13,7 @@ from finetune_operator.spec.rules import RULES
 from finetune_operator.spec.rules.column_rules import COLUMN_TASKS
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.prepare.prepare import parts_of, predict_part
-from finetune_trainer.tasks.task_registry import task_module
+from finetune_trainer.tasks.task_registry import task_parts
 from planning_support.cases import job
 
 
@@ -37,9 +37,9 @@ def refused(**spec: Any) -> tuple[bool, bool]:
     made = job(spec)
     question, broken = data_question(made), any(not rule.holds(made.spec) for rule in RULES)
     try:
-        module = task_module(question.task)
-        parts_of(question, module, trains=True)
-        predict_part(question, module)
+        encoding = task_parts(question.task).encoding
+        parts_of(question, encoding, trains=True)
+        predict_part(question, encoding)
     except StageError as error:
         return broken, "columns" in str(error)
     return broken, False

@@ -19,7 +19,7 @@ from hypothesis.extra import numpy as arrays
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.failures import StageError
-from finetune_trainer.data.spool import write_tables
+from finetune_trainer.data.prepared import write_tables
 from finetune_trainer.prepare import orders
 from finetune_trainer.prepare.orders import PodOrder, RowFolder, pod_order, read_pod_order, read_shards
 from finetune_trainer.prepare.shards import Recipe, Rows, Shard, ShardFacts, cut

@@ -33,7 +33,7 @@ from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.core.spark_session import spark_session
-from finetune_trainer.data import readers, text_formats
+from finetune_trainer.data import file_formats
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.data.sources import ColumnNeed, FsFile, splits_by_role
 from finetune_trainer.models.loading import load_config, load_tokenizer
@@ -206,7 +206,7 @@ def test_a_damaged_arrow_file_is_refused(kind, damage, data, paths):
 
 
 def test_columns_that_first_look_empty_take_the_type_of_later_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "_CHUNK_ROWS", 2)
+    monkeypatch.setattr(file_formats, "_CHUNK_ROWS", 2)
     rows = [{"text": None}, {"text": None}, {"text": "c", "label": 1}, {"text": "d", "label": 0.5}, {"text": "e"}]
     write_lines(tmp_path / "train-0.jsonl", rows)
     write_lines(tmp_path / "train-1.jsonl", [{"label": 3, "text": "f"}])
@@ -999,9 +999,8 @@ ENDLESS: dict[str, tuple[str, bytes, str, str]] = {
 
 @pytest.mark.parametrize("case", ENDLESS)
 def test_a_line_without_an_end_does_not_fill_memory(case, tmp_path, monkeypatch):
-    for module in (readers, text_formats):
-        monkeypatch.setattr(module, "LINE_BYTES", 1 << 20)
-    monkeypatch.setattr(text_formats, "ARRAY_BYTES", 1 << 20)
+    monkeypatch.setattr(file_formats, "LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(file_formats, "ARRAY_BYTES", 1 << 20)
     name, start, text, reason = ENDLESS[case]
     path = tmp_path / name
     filling = b"x\n" if case == "CSV with an open quote" else b" "
@@ -1013,7 +1012,7 @@ def test_a_line_without_an_end_does_not_fill_memory(case, tmp_path, monkeypatch)
     tracemalloc.start()
     try:
         with pytest.raises(StageError) as error:
-            list(readers.read(file, ["text"], {}))
+            list(file_formats.read(file, ["text"], {}))
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -1029,11 +1028,11 @@ def test_a_line_of_the_largest_length_is_read(ending, tmp_path, monkeypatch):
     line = {".jsonl": '{"text": "xxx"}', ".txt": "xxxxxxxxxxxxxx", ".csv": "xxxxxxxxxxxxxx"}[ending] + "\n"
     path.write_text(("text\n" if ending == ".csv" else "") + line, encoding="utf-8")
     file = FsFile(fsspec.filesystem("file"), str(path))
-    monkeypatch.setattr(text_formats, "LINE_BYTES", len(line))
-    assert sum(table.num_rows for table in readers.read(file, ["text"], {})) == 1
-    monkeypatch.setattr(text_formats, "LINE_BYTES", len(line) - 1)
+    monkeypatch.setattr(file_formats, "LINE_BYTES", len(line))
+    assert sum(table.num_rows for table in file_formats.read(file, ["text"], {})) == 1
+    monkeypatch.setattr(file_formats, "LINE_BYTES", len(line) - 1)
     with pytest.raises(StageError, match="longer than"):
-        list(readers.read(file, ["text"], {}))
+        list(file_formats.read(file, ["text"], {}))
 
 
 def compressing(path: Path) -> Any:
@@ -1120,12 +1119,12 @@ def test_roberta_like_models_hold_fewer_tokens_than_in_their_config(data):
 
 
 def test_a_batch_is_padded_to_its_own_longest_row(data, paths):
-    from finetune_trainer.tasks.task_registry import task_module
+    from finetune_trainer.tasks.task_registry import task_parts
 
     prepare(a_job(data), paths, NoProgress())
     prepared = PreparedData.open(paths)
     rows = [0, 2]
-    batch = task_module("text-classification").collate(prepared.features("train", rows), pad_token_id=9)
+    batch = task_parts("text-classification").encoding.collate(prepared.features("train", rows), pad_token_id=9)
     lengths = prepared.lengths("train")[rows]
     assert batch["input_ids"].shape == (2, lengths.max())
     assert batch["attention_mask"].sum(dim=1).tolist() == lengths.tolist()
@@ -1142,13 +1141,13 @@ import json, sys, threading, time
 from pathlib import Path
 from finetune_contract.trainer_job import TrainerJob
 from finetune_contract.layout import JobPaths
-from finetune_trainer.data import readers
+from finetune_trainer.data import file_formats
 from finetune_trainer.prepare import shards
 from finetune_trainer.prepare.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.core.progress import NoProgress
 
-shards.CHUNK_BYTES = readers._CHUNK_BYTES = 256 << 10
+shards.CHUNK_BYTES = file_formats._CHUNK_BYTES = 256 << 10
 peak = 0
 def watch():
     global peak

@@ -11,7 +11,7 @@ import pytest
 from finetune_contract.choices import Task
 from finetune_operator.spec.rules.column_rules import COLUMN_TASKS
 from finetune_trainer.tasks.label_forms import FORMS
-from finetune_trainer.tasks.task_registry import task_module
+from finetune_trainer.tasks.task_registry import task_parts
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
 LINES = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]
@@ -32,13 +32,13 @@ def test_the_table_has_all_tasks() -> None:
 @pytest.mark.parametrize("task", TABLE)
 def test_documented_table_matches_the_task(task: Task) -> None:
     columns, metrics, predictions = TABLE[task]
-    module = task_module(task)
+    module = task_parts(task)
     assert {name for name in columns if name in COLUMN_TASKS} == {
         column for column, tasks in COLUMN_TASKS.items() if task in tasks
     }
-    if None in module.metrics:
-        assert tuple(metrics) == module.metrics[None]
-    assert set(predictions) == module.answer_columns
+    if None in module.scoring.metrics:
+        assert tuple(metrics) == module.scoring.metrics[None]
+    assert set(predictions) == module.description.answer_columns
     assert f"\n## {task}\n" in PAGE
 
 

@@ -22,7 +22,7 @@ from finetune_trainer.predict.predict import predict_as
 from finetune_trainer.predict.runner import answers_of, fitted_budgets
 from finetune_trainer.predict.tensor_group import ProbedWay, WholeModel
 from finetune_trainer.prepare.prepare import prepare
-from finetune_trainer.tasks.task_registry import task_module
+from finetune_trainer.tasks.task_registry import task_parts
 from finetune_trainer.tasks.writing import WRITTEN
 from process_support.group_batches import BATCH_TOKENS, SmallMemory
 from trainer_support.forking import fork_server
@@ -72,7 +72,7 @@ def test_batches_fit_the_process_with_the_least_memory(
     assert all(max(each["tried"]) <= least for each in found)
     assert [each["tried"] for each in found[::2]] == [each["tried"] for each in found[1::2]]
 
-    network = task_module(job.task).load_model(job, str(model), {}, torch.float32)
+    network = task_parts(job.task).head.load_model(job, str(model), {}, torch.float32)
     split = PreparedData.open(paths).of("test")
     how: dict[str, Any] = {"device": "cpu", "batch_tokens": BATCH_TOKENS, "progress": NoProgress()}
     alone = answers_of(stage, job, network, split, **how)

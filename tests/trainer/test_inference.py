@@ -26,7 +26,7 @@ from finetune_trainer.predict.predict import predict
 from finetune_trainer.predict.runner import answers_of
 from finetune_trainer.prepare.prepare import prepare
 from finetune_trainer.report.reporting import CONFUSION_FILE, SAMPLES_FILE, merge_metrics
-from finetune_trainer.tasks.task_registry import task_module, task_of
+from finetune_trainer.tasks.task_registry import task_of, task_parts
 from finetune_trainer.training.dealing import Deal, DealtSplit
 from trainer_support.tasks import predictions, training_of, write_lines
 
@@ -76,7 +76,7 @@ def ready(model: Path, data: Path, paths: JobPaths) -> tuple[TrainerJob, Any, Pr
     """Return the job, its model and its prepared test split."""
     job = a_job(model, data)
     prepare(job, paths, NoProgress())
-    network = task_module(job.task).load_model(job, str(model), {}, torch.float32)
+    network = task_parts(job.task).head.load_model(job, str(model), {}, torch.float32)
     return job, network, PreparedData.open(paths).of("test")
 
 
@@ -489,7 +489,7 @@ def test_a_job_that_trains_is_judged_by_its_trained_model_only(model, data, path
     job = a_job(model, data.parent, training=TRAINING)
     facts = prepare(job, paths, NoProgress())
     assert reason_of(evaluate, job, paths) == (FailureClass.MODEL, "ModelNotTrained")
-    task_module(job.task).build_model(job, facts).save_pretrained(paths.model)
+    task_parts(job.task).head.build_model(job, facts).save_pretrained(paths.model)
     paths.state.mkdir()
     (paths.state / "train.json").write_text("{}")
     assert evaluate(job, paths, NoProgress())["evaluate"]["rows"] == 41
@@ -507,10 +507,10 @@ def test_new_head_is_independent_of_earlier_random_draws(tiny_model, data, paths
     write_lines(data, [{"text": "x", "label": 0}])
     job = a_job(tiny_model, data.parent, training=TRAINING)
     facts = prepare(job, paths, NoProgress())
-    first = task_module(job.task).build_model(job, facts)
+    first = task_parts(job.task).head.build_model(job, facts)
     torch.rand(17)
     after = torch.get_rng_state()
-    second = task_module(job.task).build_model(job, facts)
+    second = task_parts(job.task).head.build_model(job, facts)
     assert torch.equal(torch.get_rng_state(), after)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert (first.config.id2label, first.dtype) == ({0: "0", 1: "1"}, torch.float32)
@@ -520,7 +520,7 @@ def test_a_head_of_another_size_is_replaced(model, data, paths):
     write_lines(data.parent / "train.jsonl", [{"text": row["text"], "label": i % 4} for i, row in enumerate(ROWS)])
     write_lines(data, [{"text": "x", "label": 3}])
     job = a_job(model, data.parent, training=TRAINING)
-    network = task_module(job.task).build_model(job, prepare(job, paths, NoProgress()))
+    network = task_parts(job.task).head.build_model(job, prepare(job, paths, NoProgress()))
     assert network.classifier.out_features == 4
 
 
@@ -544,5 +544,5 @@ def test_weights_that_are_no_weights_of_this_model_are_refused(damage, model, da
     job = a_job(folder, data.parent, training=TRAINING)
     facts = prepare(job, paths, NoProgress())
     with pytest.raises(StageError) as caught:
-        task_module(job.task).build_model(job, facts)
+        task_parts(job.task).head.build_model(job, facts)
     assert (caught.value.failure_class, caught.value.reason) == (FailureClass.MODEL, "NotAModel")

@@ -175,5 +175,5 @@ def test_weights_and_reference_have_the_requested_dtype(rows: Path, tmp_path: Pa
     wanted: dict[InferencePrecision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
     for precision, dtype in wanted.items():
         judged_one = model_to_use(job, paths, PreparedData.open(paths), precision)
-        before = reference_model(job, task_of(job), precision)
+        before = reference_model(job, task_of(job).head, precision)
         assert {each.dtype for network in (judged_one, before) for each in network.parameters()} == {dtype}

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from finetune_contract.plans import JUDGED_LOGITS
 from finetune_contract.trainer_job import Preference
 from finetune_trainer.tasks import writing
-from finetune_trainer.tasks.preference_tuning import PreferenceTuning
-from finetune_trainer.tasks.text_generation import TextGeneration
+from finetune_trainer.tasks.preference_tuning import preference_tuning
+from finetune_trainer.tasks.text_generation import text_generation
 from finetune_trainer.tasks.writing import judged, token_nlls
 from finetune_trainer.training.run import _validation_tokens
 
@@ -144,37 +144,37 @@ def rows_to_read(sizes: Sequence[int], prompt: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoder_reads_long_rows_once_and_gives_the_same_in_parts(family: str, monkeypatch: pytest.MonkeyPatch):
-    model, task = decoder(family), TextGeneration()
-    batch = task.collate(rows_to_read([50, 41, 3], prompt=20), pad_token_id=0)
+    model, task = decoder(family), text_generation()
+    batch = task.encoding.collate(rows_to_read([50, 41, 3], prompt=20), pad_token_id=0)
     recorder = LogitRecorder(model)
     with torch.inference_mode():
-        whole = task.answer(model, batch, [])
+        whole = task.scoring.answer(model, batch, [])
         assert (recorder.read, recorder.sizes) == (1, [3 * 50 * VOCABULARY])
         monkeypatch.setattr(writing, "REQUESTED_LOGITS", 3 * 8 * VOCABULARY + 5)
-        parts = task.answer(model, batch, [])
+        parts = task.scoring.answer(model, batch, [])
     # None of the prompts' logits, where no row has a label; the last token predicts nothing.
     assert (recorder.read, recorder.sizes[1:]) == (2, [3 * 8 * VOCABULARY] * 3 + [3 * 6 * VOCABULARY])
     assert [len(answer["nll"]) for answer in parts] == [30, 21, 0]
     for one, other in zip(parts, whole, strict=True):
         np.testing.assert_allclose(one["nll"], other["nll"], rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(one["hit"], other["hit"])
-    again = task.collate(rows_to_read([9], prompt=2), pad_token_id=0)
+    again = task.encoding.collate(rows_to_read([9], prompt=2), pad_token_id=0)
     with torch.inference_mode():
-        task.answer(model, again, [])
+        task.scoring.answer(model, again, [])
     assert recorder.read == 3, "a batch of its own is read for itself"
 
 
 def test_both_answers_of_a_pair_are_as_likely_in_parts(monkeypatch: pytest.MonkeyPatch):
-    model, task = decoder("llama"), PreferenceTuning(Preference())
+    model, task = decoder("llama"), preference_tuning(Preference())
     pairs = zip(rows_to_read([50, 22], prompt=20), rows_to_read([31, 44], prompt=20), strict=True)
     features = [
         {**{name: one[name] + other[name] for name in one}, "chosen": len(one["input_ids"])} for one, other in pairs
     ]
-    batch, recorder = task.collate(features, pad_token_id=0), LogitRecorder(model)
+    batch, recorder = task.encoding.collate(features, pad_token_id=0), LogitRecorder(model)
     with torch.inference_mode():
-        whole = task.answer(model, batch, [])
+        whole = task.scoring.answer(model, batch, [])
         monkeypatch.setattr(writing, "REQUESTED_LOGITS", 4 * 8 * VOCABULARY)
-        parts = task.answer(model, batch, [])
+        parts = task.scoring.answer(model, batch, [])
     assert (recorder.read, len(recorder.sizes)) == (2, 1 + 4)
     assert [list(answer) for answer in parts] == [["chosen", "rejected"]] * 2
     for one, other in zip(parts, whole, strict=True):
@@ -182,32 +182,32 @@ def test_both_answers_of_a_pair_are_as_likely_in_parts(monkeypatch: pytest.Monke
 
 
 def test_rows_without_labels_are_read_and_have_an_empty_nll(monkeypatch: pytest.MonkeyPatch):
-    model, task = decoder("llama"), TextGeneration()
+    model, task = decoder("llama"), text_generation()
     monkeypatch.setattr(writing, "REQUESTED_LOGITS", 1)
     with torch.inference_mode():
-        answers = task.answer(model, task.collate(rows_to_read([7, 5], prompt=7), pad_token_id=0), [])
+        answers = task.scoring.answer(model, task.encoding.collate(rows_to_read([7, 5], prompt=7), pad_token_id=0), [])
     assert [answer["nll"].shape for answer in answers] == [(0,), (0,)]
 
 
 def test_processes_sharing_a_model_run_it_once_for_any_row_length(monkeypatch: pytest.MonkeyPatch):
-    model, task = decoder("llama"), TextGeneration()
-    batch, recorder = task.collate(rows_to_read([50, 41], prompt=0), pad_token_id=0), LogitRecorder(model)
+    model, task = decoder("llama"), text_generation()
+    batch, recorder = task.encoding.collate(rows_to_read([50, 41], prompt=0), pad_token_id=0), LogitRecorder(model)
     monkeypatch.setattr(writing, "REQUESTED_LOGITS", 1)
     with torch.no_grad():
-        task.answer(model, batch, [])
+        task.scoring.answer(model, batch, [])
     assert (recorder.read, recorder.sizes) == (1, [2 * 50 * VOCABULARY])
 
 
 def test_logits_of_a_long_row_take_no_more_memory_than_the_plan_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     vocabulary, tokens, requested = 65_536, 4097, 1 << 26
     model = decoder("llama", vocab_size=vocabulary, hidden_size=16, intermediate_size=16).to(torch.bfloat16)
-    batch = TextGeneration().collate(rows_to_read([tokens], prompt=1), pad_token_id=0)
+    batch = text_generation().encoding.collate(rows_to_read([tokens], prompt=1), pad_token_id=0)
     monkeypatch.setattr(writing, "REQUESTED_LOGITS", requested)
     with (
         torch.inference_mode(),
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
     ):
-        (answer,) = TextGeneration().answer(model, batch, [])
+        (answer,) = text_generation().scoring.answer(model, batch, [])
     totals = allocated(profile, tmp_path)
     peak, counted = max(totals) - min(totals), 2 * 2 * requested + (2 + 8) * JUDGED_LOGITS
     assert len(answer["nll"]) == tokens - 1

@@ -20,7 +20,7 @@ from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.predict.evaluate import evaluate
 from finetune_trainer.predict.predict import predict
 from finetune_trainer.prepare.prepare import prepare
-from finetune_trainer.tasks.task_registry import task_module
+from finetune_trainer.tasks.task_registry import task_parts
 from trainer_support.tasks import (
     INFERENCE,
     predictions,
@@ -269,9 +269,9 @@ def test_early_stopping_by_an_error_keeps_the_smallest(model: Path, tmp_path: Pa
 
 def test_float_labels_equal_to_the_ignored_index_count_as_rows() -> None:
     batch = {"labels": torch.tensor([-100.0, 0.5])}
-    assert int(task_module("text-classification").items(batch)) == 2
+    assert int(task_parts("text-classification").encoding.items(batch)) == 2
 
 
 def test_tasks_with_smoothed_labels_are_those_of_the_contract() -> None:
-    smoothed = {task for task in get_args(Task) if task_module(task).smooths_labels}
+    smoothed = {task for task in get_args(Task) if task_parts(task).head.label_place}
     assert smoothed == set(SMOOTHED_TASKS)

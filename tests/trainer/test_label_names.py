@@ -13,7 +13,7 @@ from finetune_contract.data_settings import Columns
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.tasks.task_protocol import Labels, Targets
-from finetune_trainer.tasks.task_registry import task_module
+from finetune_trainer.tasks.task_registry import task_parts
 
 COLUMNS = Columns(text="text", label="label")
 OPINIONS = {"-1": "negative", "1": "positive"}
@@ -34,7 +34,7 @@ def targets_of(
 ) -> Targets:
     raw = {"train": train if isinstance(train, RawSplit) else split(train)}
     raw |= {role: split(labels, role) for role, labels in others.items()}
-    return task_module("text-classification", label_names=given).targets(raw, COLUMNS, known)
+    return task_parts("text-classification", label_names=given).encoding.targets(raw, COLUMNS, known)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.predict.evaluate import evaluate
 from finetune_trainer.predict.predict import predict
 from finetune_trainer.prepare.prepare import prepare
-from finetune_trainer.tasks.masked_lm import MaskedLm, seed_words
+from finetune_trainer.tasks.masked_lm import masked_lm, seed_words
 from finetune_trainer.tasks.task_protocol import DRAW, Coding
 from finetune_trainer.training.order import EpochOrder, TrainRows
 from trainer_support.tasks import (
@@ -35,7 +35,7 @@ from trainer_support.tasks import (
 )
 
 WORDS = ["the", "cat", "dog", "bird", "sees", "hears", "finds", "a", "house"]
-TASK = MaskedLm()
+TASK = masked_lm()
 
 
 def texts(count: int, seed: int) -> list[dict[str, Any]]:
@@ -64,7 +64,7 @@ def data(tmp_path: Path) -> Path:
 def test_each_token_of_a_long_text_can_be_masked_once_and_special_never(model) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     text = " ".join(WORDS[at % len(WORDS)] for at in range(40))
-    found = TASK.encode({"text": [text, "the cat"]}, np.ones(2, bool), Coding(tokenizer, 18, 4, "bert"))
+    found = TASK.encoding.encode({"text": [text, "the cat"]}, np.ones(2, bool), Coding(tokenizer, 18, 4, "bert"))
     ids, fresh = found.features["input_ids"], found.features["fresh"]
     assert list(found.rows or ()) == [0, 0, 0, 1]
     own = np.concatenate(ids[:3])[np.concatenate(fresh[:3]) == 1].tolist()
@@ -81,7 +81,7 @@ def test_tokens_are_masked_as_in_the_training_of_bert(model) -> None:
         "mask": tokenizer.mask_token_id,
         "vocabulary": len(tokenizer),
     }
-    batch = TASK.collate([{**feature, DRAW: (11, 0)}], pad_token_id=0)
+    batch = TASK.encoding.collate([{**feature, DRAW: (11, 0)}], pad_token_id=0)
     given, labels, before = batch["input_ids"][0], batch["labels"][0], torch.tensor(ids * 4000)
     masked = labels != -100
     assert float(masked.float().mean()) == pytest.approx(0.15, abs=0.01)
@@ -91,8 +91,8 @@ def test_tokens_are_masked_as_in_the_training_of_bert(model) -> None:
     left = (given == before)[masked].float().mean()
     assert float(hidden) == pytest.approx(0.8, abs=0.03)
     assert float(left) == pytest.approx(0.1 + 0.1 / len(tokenizer), abs=0.02)
-    again = TASK.collate([{**feature, DRAW: (11, 0)}], pad_token_id=0)
-    other = TASK.collate([{**feature, DRAW: (11, 1)}], pad_token_id=0)
+    again = TASK.encoding.collate([{**feature, DRAW: (11, 0)}], pad_token_id=0)
+    other = TASK.encoding.collate([{**feature, DRAW: (11, 1)}], pad_token_id=0)
     assert torch.equal(again["labels"], batch["labels"])
     assert not torch.equal(other["labels"], batch["labels"])
 
@@ -108,10 +108,10 @@ def test_seed_is_that_of_numpy_for_a_list_of_numbers(draw: Any) -> None:
 @pytest.mark.parametrize("word", WORDS)
 def test_at_least_one_token_of_each_short_text_is_masked(model, word: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
-    found = TASK.encode({"text": [word, ""]}, np.ones(2, bool), Coding(tokenizer, 8, 0, "bert"))
+    found = TASK.encoding.encode({"text": [word, ""]}, np.ones(2, bool), Coding(tokenizer, 8, 0, "bert"))
     assert found.learnt == 1
     features = [dict(zip(found.features, values, strict=True)) for values in zip(*found.features.values(), strict=True)]
-    labels = TASK.collate(features, pad_token_id=0)["labels"]
+    labels = TASK.encoding.collate(features, pad_token_id=0)["labels"]
     assert labels[labels != -100].tolist() == [tokenizer.convert_tokens_to_ids(word)]
     assert (labels[1] == -100).all()
 
@@ -132,7 +132,7 @@ def test_training_draws_new_masks_each_epoch_and_the_same_in_every_process(model
             order.start_at(epoch)
             for picks in order:
                 features = TrainRows(prepared).__getitems__(picks)
-                labels = TASK.collate(features, pad_token_id=0)["labels"].numpy()
+                labels = TASK.encoding.collate(features, pad_token_id=0)["labels"].numpy()
                 for feature, each in zip(features, labels, strict=True):
                     found[feature["input_ids"].tobytes()] = each[: len(feature["input_ids"])].tobytes()
         return found
@@ -152,7 +152,7 @@ def test_it_learns_and_is_judged_as_a_plain_loop_would(model, data, paths) -> No
     prepared = PreparedData.open(paths)
     nlls = []
     for at in range(len(prepared.lengths("test"))):
-        batch = TASK.collate(prepared.features("test", [at]), pad_token_id=0)
+        batch = TASK.encoding.collate(prepared.features("test", [at]), pad_token_id=0)
         with torch.no_grad():
             logits = network(input_ids=batch["input_ids"]).logits[0]
         masked = batch["labels"][0] != -100

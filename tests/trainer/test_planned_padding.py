@@ -16,7 +16,7 @@ from finetune_operator.plan.strategy.padding_estimate import step_rows
 from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.prepare.prepare import prepare
-from finetune_trainer.tasks.task_registry import task_module
+from finetune_trainer.tasks.task_registry import task_parts
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
 from trainer_support.tasks import DATA, WITHOUT_DATA, real_rows, task_job, training_of, write_lines
 
@@ -59,7 +59,7 @@ def test_the_padding_that_a_plan_expects_is_that_of_the_batches_made(
     paths = JobPaths(tmp_path / "job")
     prepare(job, paths, NoProgress())
     prepared = PreparedData.open(paths)
-    collate = Collate(task_module(job.task), prepared.pad_token_id)
+    collate = Collate(task_parts(job.task).encoding, prepared.pad_token_id)
     facts = prepared.facts.for_planning(BUCKETS).splits["train"]
     assert not groups_by_length(job.task, {})
     expected, seen = {}, {}

@@ -22,7 +22,7 @@ from finetune_trainer.predict.evaluate import evaluate
 from finetune_trainer.predict.predict import predict
 from finetune_trainer.prepare.prepare import prepare
 from finetune_trainer.stage.stages import refuse_combinations
-from finetune_trainer.tasks.preference_tuning import PreferenceTuning
+from finetune_trainer.tasks.preference_tuning import preference_tuning
 from finetune_trainer.tasks.task_protocol import Coding
 from finetune_trainer.tasks.task_registry import task_of
 from finetune_trainer.training.order import EpochOrder
@@ -106,7 +106,7 @@ def encoded(prompt: Any, answers: tuple[Any, Any] | None, max_length: int = 16) 
         targets = np.empty(1, object)
         targets[0] = answers
     coding = Coding(word_tokenizer(), max_length, 4, "llama")
-    return PreferenceTuning(Preference()).encode({"prompt": [prompt]}, targets, coding)
+    return preference_tuning(Preference()).encoding.encode({"prompt": [prompt]}, targets, coding)
 
 
 def halves(found: Any, column: str) -> list[str]:
@@ -203,7 +203,12 @@ def by_trl(job: TrainerJob, paths: JobPaths, folder: Path, model: Any) -> tuple[
     assert training is not None
     task = task_of(job)
     order = EpochOrder(
-        prepared.lengths("train"), training.batch, 0, training.seed, task.widths(prepared, "train"), grouped=False
+        prepared.lengths("train"),
+        training.batch,
+        0,
+        training.seed,
+        task.encoding.widths(prepared, "train"),
+        grouped=False,
     )
     rows = read_lines(Path(job.dataset.uri.removeprefix("file://")) / "train.jsonl")  # type: ignore[union-attr]
     source, picked = prepared.split("train")["row"], []
@@ -310,7 +315,7 @@ def test_lora_is_compared_with_the_model_without_it_as_trl_does(llama, data, tmp
     adapter = {"method": "lora", "rank": 4, "alpha": 8, "dropout": 0.0}
     job = job_on(llama, data, predict=None, training={"adapter": adapter, "learning_rate": 1e-2})
     trained(job, paths)
-    start = task_of(job).build_model(job, PreparedData.open(paths).facts)
+    start = task_of(job).head.build_model(job, PreparedData.open(paths).facts)
     assert job.training is not None
     assert job.training.adapter is not None
     adapted = adapt(start, job.training.adapter, job)

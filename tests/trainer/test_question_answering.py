@@ -24,7 +24,7 @@ from finetune_trainer.predict.evaluate import evaluate
 from finetune_trainer.predict.predict import predict
 from finetune_trainer.prepare.prepare import prepare
 from finetune_trainer.tasks.answer_spans import LONGEST_ANSWER, measured
-from finetune_trainer.tasks.question_answering import NO_ANSWER, QuestionAnswering
+from finetune_trainer.tasks.question_answering import NO_ANSWER, question_answering
 from trainer_support.tasks import (
     DATA,
     INFERENCE,
@@ -393,11 +393,11 @@ def test_smoothing_of_labels_is_refused_where_the_loss_has_none(model: Path, dat
 
 
 def test_the_loss_counts_every_window_alike(model: Path, data: Path, paths: JobPaths) -> None:
-    task = QuestionAnswering()
+    task = question_answering()
     prepare(a_job(model, data, max_length=40), paths, NoProgress())
     prepared = PreparedData.open(paths)
-    batch = task.collate(prepared.features("train", range(5)), pad_token_id=0)
-    assert int(task.items(batch)) == 5
+    batch = task.encoding.collate(prepared.features("train", range(5)), pad_token_id=0)
+    assert int(task.encoding.items(batch)) == 5
 
 
 def test_windows_too_short_to_move_on_are_refused(model: Path, data: Path, paths: JobPaths) -> None:

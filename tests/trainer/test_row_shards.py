@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune_trainer.data import row_shards
-from finetune_trainer.data.raw_files import Rejected
-from finetune_trainer.data.readers import rows_between
+from finetune_trainer.data.file_formats import Rejected, rows_between
 from finetune_trainer.data.row_shards import FileRows, ShardRows
 from finetune_trainer.data.sources import ColumnNeed, FileSplit, FsFile
 

@@ -26,7 +26,7 @@ from finetune_trainer.predict.predict import predict
 from finetune_trainer.predict.runner import answers_of
 from finetune_trainer.prepare.prepare import prepare
 from finetune_trainer.tasks.task_protocol import Coding
-from finetune_trainer.tasks.text_generation import TextGeneration
+from finetune_trainer.tasks.text_generation import text_generation
 from trainer_support.tasks import (
     DATA,
     SPECIAL,
@@ -75,7 +75,7 @@ def learnt(labels: list[int]) -> str:
 
 def encoded(rows: dict[str, list[Any]], targets: list[Any] | None, **settings: Any) -> Any:
     wanted = None if targets is None else np.array(targets, object)
-    return TextGeneration().encode(rows, wanted, coding(**settings))
+    return text_generation().encoding.encode(rows, wanted, coding(**settings))
 
 
 # ------------------------------------------------------------------------------------------------------- learnt tokens
@@ -222,21 +222,21 @@ def test_the_loss_of_a_row_does_not_depend_on_its_neighbours_in_a_pack(tmp_path,
         preparation={"max_length": 64, "packing": True},
     )
     facts = prepare(job, paths, NoProgress())
-    prepared, task = PreparedData.open(paths), TextGeneration()
+    prepared, task = PreparedData.open(paths), text_generation()
     train = facts.splits["train"]
     assert train.packs_of == 160
     assert train.rows == len(prepared.lengths("train")) < 60
     assert facts.splits["test"].packs_of is None
-    model = task.build_model(job, facts).eval()
-    batch = task.collate(prepared.features("train", range(train.rows)), pad_token_id=prepared.pad_token_id)
+    model = task.head.build_model(job, facts).eval()
+    batch = task.encoding.collate(prepared.features("train", range(train.rows)), pad_token_id=prepared.pad_token_id)
     with torch.no_grad():
-        answers = task.answer(model, batch, [])
+        answers = task.scoring.answer(model, batch, [])
         together = float(model(**batch, use_cache=False).loss)
     expected = [lost for row in texts(160, 0) for lost in alone(model, row["text"])]
     found = np.concatenate([answer["nll"] for answer in answers])
     np.testing.assert_allclose(np.sort(found), np.sort(expected), rtol=1e-4, atol=1e-5)
     assert together == pytest.approx(np.mean(expected), rel=1e-5)
-    assert task.items(batch) == len(expected)
+    assert task.encoding.items(batch) == len(expected)
 
 
 def test_a_model_that_would_mix_the_rows_of_a_pack_is_refused(tmp_path, data, paths):
@@ -267,10 +267,10 @@ def test_a_model_that_mixes_rows_all_the_same_is_refused(llama, data, paths, mon
         "text-generation", llama, data, ["text"], training=training_of(steps=1), preparation={"packing": True}
     )
     facts = prepare(job, paths, NoProgress())
-    TextGeneration().build_model(job, facts)
+    text_generation().head.build_model(job, facts)
     monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda positions: None)
     with pytest.raises(StageError) as caught:
-        TextGeneration().build_model(job, facts)
+        text_generation().head.build_model(job, facts)
     assert caught.value.reason == "PackingNotInEffect"
 
 
@@ -360,7 +360,7 @@ def test_beams_and_samples_follow_the_settings_and_are_reproducible(llama, data,
     job = task_job("text-generation", llama, data, ["text"], training=training_of(steps=1))
     trained(job, paths)
     split = PreparedData.open(paths).of("test")
-    model = TextGeneration().load_model(job, str(paths.model), {}, torch.float32)
+    model = text_generation().head.load_model(job, str(paths.model), {}, torch.float32)
 
     def generated(**generation: Any) -> list[str]:
         job_with_generation = task_job(

@@ -137,9 +137,9 @@ def test_smoothed_loss_is_that_of_the_label_smoother(tmp_path: Path, data: Path,
     assert settings is not None
     order = EpochOrder(prepared.lengths("train"), settings.batch, 0, settings.seed, grouped=False)
     picks = [pick.row for micro in islice(order, settings.batch.gradient_accumulation) for pick in micro]
-    batch = task.collate(prepared.features("train", picks), pad_token_id=prepared.pad_token_id)
+    batch = task.encoding.collate(prepared.features("train", picks), pad_token_id=prepared.pad_token_id)
     assert bool(batch["labels"].eq(-100).any())
-    model: Any = task.build_model(job, prepared.facts).eval()
+    model: Any = task.head.build_model(job, prepared.facts).eval()
     with torch.no_grad():
         expected = LabelSmoother(epsilon=0.3)(model(**batch), batch["labels"])
     assert losses(paths) == [pytest.approx(float(expected), rel=1e-5)]
@@ -160,7 +160,7 @@ def test_rouge_and_bleu_equal_their_libraries_and_rank_answers() -> None:
 def test_texts_that_are_too_long_lose_their_end_and_keep_the_end_token() -> None:
     coding = Coding(word_tokenizer(ends=True), 8, 2, "t5")
     sources, targets = [" ".join(WORDS[:12]), "the cat"], ["dog", " ".join(["bird"] * 20)]
-    found = summarization().encode({"source": sources}, np.array(targets, object), coding)
+    found = summarization().encoding.encode({"source": sources}, np.array(targets, object), coding)
     assert [len(each) for each in found.features["input_ids"]] == [8, 3]
     assert [len(each) for each in found.features["labels"]] == [2, 8]
     assert {each[-1] for name in ("input_ids", "labels") for each in found.features[name]} == {3}

@@ -23,7 +23,7 @@ from finetune_trainer.models.loading import load_tokenizer
 from finetune_trainer.predict.evaluate import evaluate
 from finetune_trainer.predict.predict import predict
 from finetune_trainer.prepare.prepare import prepare
-from finetune_trainer.tasks.token_classification import TokenClassification, _owned
+from finetune_trainer.tasks.token_classification import _owned, token_classification
 from trainer_support.tasks import (
     INFERENCE,
     predictions,
@@ -211,7 +211,7 @@ def test_only_the_first_token_of_a_split_token_has_a_tag(models: dict[str, Path]
     write_lines(data / "train.jsonl", [GOOD, *sentences(20, 0)])
     prepare(a_job(models["bert"], data), paths, NoProgress())
     prepared = PreparedData.open(paths)
-    batch = TokenClassification().collate(prepared.features("train", [0]), pad_token_id=0)
+    batch = token_classification().encoding.collate(prepared.features("train", [0]), pad_token_id=0)
     tokenizer = load_tokenizer(a_job(models["bert"], data))
     assert tokenizer.convert_ids_to_tokens(batch["input_ids"][0].tolist()) == [
         "[CLS]", "we", "s", "##a", "##w", "a", "##d", "##a", "[SEP]",
@@ -227,7 +227,7 @@ def test_only_models_that_need_it_get_the_mask_of_prefix_tokens(
         paths = JobPaths(tmp_path / kind)
         prepare(a_job(models[kind], data), paths, NoProgress())
         features = PreparedData.open(paths).features("train", range(3))
-        batch = TokenClassification().collate(features, pad_token_id=1)
+        batch = token_classification().encoding.collate(features, pad_token_id=1)
         assert ("global_attention_mask" in batch) == (kind == "longformer")
     assert batch["global_attention_mask"].sum(dim=1).tolist() == [1, 1, 1]
     assert batch["global_attention_mask"][:, 0].tolist() == [1, 1, 1]
@@ -348,11 +348,11 @@ def test_loss_of_a_step_is_the_mean_over_its_tags(models: dict[str, Path], data:
     one_step = {**job.training.model_dump(), "batch": batch, "max_steps": 1}
     job = TrainerJob.model_validate({**job.model_dump(), "training": one_step})
 
-    task = TokenClassification()
-    model = task.build_model(job, prepared.facts).eval()
+    task = token_classification()
+    model = task.head.build_model(job, prepared.facts).eval()
     losses, words = 0.0, 0
     for at in range(count):
-        features = task.collate(prepared.features("train", [at]), pad_token_id=0)
+        features = task.encoding.collate(prepared.features("train", [at]), pad_token_id=0)
         labels = features.pop("labels")[0]
         with torch.no_grad():
             logits = model(**features).logits[0]

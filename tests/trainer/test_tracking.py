@@ -228,4 +228,4 @@ def test_a_tracker_that_cannot_be_opened_ends_the_stage(tmp_path):
 
 
 def test_tracking_does_not_change_the_identity_of_the_training(bench):
-    assert identity(short(bench, "tensorboard").job, "f") == identity(short(bench, "mlflow").job, "f")
+    assert identity(short(bench, "tensorboard").job, "f", {}) == identity(short(bench, "mlflow").job, "f", {})

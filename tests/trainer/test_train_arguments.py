@@ -138,7 +138,7 @@ def loop_of(bench, tmp_path: Path) -> Callable[..., TrainingLoop]:
             adapted=None,
             order=EpochOrder(prepared.lengths("train"), settings.batch, 0, settings.seed, grouped=True),
             rows=TrainRows(prepared),
-            collate=Collate(task, prepared.pad_token_id),
+            collate=Collate(task.encoding, prepared.pad_token_id),
             validation=None,
             observer=SilentObserver(NoProgress(), settings.max_steps),
             saver=NoCheckpoints(),  # type: ignore[arg-type]
@@ -148,7 +148,7 @@ def loop_of(bench, tmp_path: Path) -> Callable[..., TrainingLoop]:
             optimizer=settings.optimizer,
         )
         arguments = training_arguments(settings, tmp_path, strategy.arguments())
-        return TrainingLoop(task.build_model(job, prepared.facts), arguments, parts)
+        return TrainingLoop(task.head.build_model(job, prepared.facts), arguments, parts)
 
     return made
 

@@ -23,7 +23,7 @@ from finetune_trainer.core.interruption import Interruption
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.report.reporting import merge_metrics
 from finetune_trainer.strategies.shard_files import StagedState
-from finetune_trainer.tasks.task_registry import task_module
+from finetune_trainer.tasks.task_registry import task_parts
 from finetune_trainer.training.dealing import Deal
 from finetune_trainer.training.engine import Engine, StepFigures
 from finetune_trainer.training.reference_answers import ReferenceAnswers
@@ -324,8 +324,8 @@ def test_figures_of_a_step_are_read_when_the_next_one_is_queued(here, monkeypatc
 def test_halved_validation_has_the_metrics_of_whole_batches(here):
     import torch
 
-    prepared, task = PreparedData.open(here.paths), task_module(here.job.task)
-    model = task.build_model(here.job, prepared.facts)
+    prepared, task = PreparedData.open(here.paths), task_parts(here.job.task)
+    model = task.head.build_model(here.job, prepared.facts)
     validation = Validation(Deal(prepared, task, 500, 0, 1, halves=True), ReferenceAnswers())
     cpu, batches = torch.device("cpu"), []
     expected = validation.metrics(model, cpu, batches.append)
@@ -366,13 +366,13 @@ def test_label_smoothing_is_in_the_loss_of_the_whole_global_batch(here, bench):
     run = here.spread("single", 1, micro=4).with_training(max_steps=1, label_smoothing=0.3)
     run.train_here()
 
-    prepared, task, training = PreparedData.open(run.paths), task_module(run.job.task), run.job.training
+    prepared, task, training = PreparedData.open(run.paths), task_parts(run.job.task), run.job.training
     order = EpochOrder(prepared.lengths("train"), training.batch, 0, training.seed, grouped=True)
     rows = [pick.row for micro, _ in zip(order, range(4), strict=False) for pick in micro]
-    batch = task.collate(prepared.features("train", rows), pad_token_id=prepared.pad_token_id)
+    batch = task.encoding.collate(prepared.features("train", rows), pad_token_id=prepared.pad_token_id)
     labels = batch.pop("labels")
     with torch.no_grad():
-        logits = task.build_model(run.job, prepared.facts).eval()(**batch).logits
+        logits = task.head.build_model(run.job, prepared.facts).eval()(**batch).logits
     expected = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.3).item()
     plain = torch.nn.functional.cross_entropy(logits, labels).item()
     assert run.losses() == [pytest.approx(expected, rel=1e-5)]
@@ -459,9 +459,9 @@ def test_compilation_by_plan_compiles_and_resumes_without(here):
     assert json.loads(run.paths.metrics.read_text(encoding="utf-8"))["train"]["compilations"] >= 1
     further = here.with_training(max_steps=3, checkpoints=schedule)
     fingerprint = "f"
-    assert identity(run.job, fingerprint) | {"max_steps": 3} == identity(further.job, fingerprint)
+    assert identity(run.job, fingerprint, {}) | {"max_steps": 3} == identity(further.job, fingerprint, {})
     requested = run.with_training(compiles_by_plan=False)
-    assert identity(requested.job, fingerprint) != identity(run.job, fingerprint)
+    assert identity(requested.job, fingerprint, {}) != identity(run.job, fingerprint, {})
 
 
 def test_a_setting_that_a_library_passes_over_in_silence_fails_the_stage(here, monkeypatch):

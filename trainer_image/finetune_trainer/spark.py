@@ -169,7 +169,7 @@ class _Answering:
             ),
         )
         made = cls(job, Columns(**columns), how.get("threads"))
-        task_of(job).columns(made.columns, _SETTING, labelled=False)
+        task_of(job).encoding.columns(made.columns, _SETTING, labelled=False)
         coding_of(job)
         return made
 
@@ -181,7 +181,7 @@ class _Answering:
     def schema(self) -> pa.Schema:
         """Return the columns of the answers. Raise StageError MODEL `NoHead`."""
         task = task_of(self.job)
-        schema = task.answer_schema(labels_of_model(self.job, task, load_config(self.job)))
+        schema = task.description.answer_schema(labels_of_model(self.job, task.head, load_config(self.job)))
         return schema.append(pa.field(REASON, pa.string()))
 
     def text(self) -> tuple[str, str, int | None]:
@@ -199,7 +199,7 @@ def _answerer(job_text: str, columns_text: str, threads: int | None) -> Answerer
         _use_gpu()
     model, _ = used_model(job, JobPaths(Path()), means.precision)  # nothing is trained: no file of a job is read
     encoder = Encoder(task, coding_of(job), packing=False)
-    labels = labels_of_model(job, task, model.config)
+    labels = labels_of_model(job, task.head, model.config)
     return Answerer(job, encoder, model, labels, means, RequestedColumns(columns, _SETTING, {}))
 
 

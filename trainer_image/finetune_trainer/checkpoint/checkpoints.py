@@ -112,8 +112,8 @@ class CheckpointPart:
         return name
 
 
-def identity(job: TrainerJob, fingerprint: str) -> dict[str, Any]:
-    """Return the settings that decide the course of training, flat.
+def identity(job: TrainerJob, fingerprint: str, of_task: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that decide the course of training, flat. `of_task`: see `Head.identity`.
 
     Left out are the distribution of the work (strategy, world, micro-batch, checkpointing) and the plan's own choice of
     torch.compile, so that a run resumes after its memory was adapted or its node was lost, and the trackers that it
@@ -130,9 +130,8 @@ def identity(job: TrainerJob, fingerprint: str) -> dict[str, Any]:
         **job.training.model_dump(mode="json", exclude=spread),
         "arguments": arguments,
         "global_batch_size": job.training.batch.global_batch_size,
+        **of_task,
     }
-    if job.task == "preference-tuning":
-        fields["preference"] = job.preference.model_dump(mode="json")
     return json.loads(json.dumps(fields, sort_keys=True))  # type: ignore[no-any-return]
 
 

@@ -1,13 +1,14 @@
 """The prepared data of a job, as the later stages read it. Raw files are not read here.
 
-The files are mapped, not read: a process touches only the features that it uses, so no rank reads those of another, and
-features already used may leave memory again.
+The files are Arrow IPC streams, the format of `datasets` for its own data. They are written a chunk at a time, and
+mapped, not read: a process touches only the features that it uses, so no rank reads those of another, and features
+already used may leave memory again.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -25,7 +26,6 @@ from finetune_contract.contract_models import Message
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
 from finetune_trainer.core.failures import StageError
-from finetune_trainer.data.spool import batches
 
 FACTS_FILE = "data.json"
 INPUTS_FILE = "inputs.json"
@@ -318,6 +318,24 @@ class PreparedSplit:
         data, features = self.data, FeatureSet.of(parts)
         inputs = (data.facts, data.pad_token_id, data.task, self.inputs)
         return PreparedData.in_memory(self.role, features, raw, *inputs).of(self.role)
+
+
+def write_tables(path: Path, tables: Iterable[pa.Table]) -> None:
+    """Write tables of one schema, at least one, as they come."""
+    every = iter(tables)
+    first = next(every)
+    with pa.ipc.new_stream(path, first.schema) as writer:
+        writer.write_table(first)
+        for table in every:
+            writer.write_table(table)
+
+
+def batches(path: Path) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a file as views of it, in the pieces in which they were written; of a truncated file the
+    complete pieces.
+    """
+    with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as reader:
+        yield from reader
 
 
 def arrow_table(rows: datasets.Dataset) -> pa.Table:

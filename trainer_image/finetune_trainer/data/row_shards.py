@@ -25,9 +25,19 @@ from numpy.typing import NDArray
 
 from finetune_contract.layout import FailureClass
 from finetune_trainer.core.failures import StageError
+from finetune_trainer.data.file_formats import (
+    ReadRow,
+    Rejected,
+    as_column,
+    format_of,
+    has_lines,
+    is_compressed,
+    read,
+    rows_between,
+    text_rows,
+    unreadable,
+)
 from finetune_trainer.data.prepared import PreparedSplit, arrow_table
-from finetune_trainer.data.raw_files import ReadRow, Rejected, unreadable
-from finetune_trainer.data.readers import as_column, format_of, has_lines, is_compressed, read, rows_between, text_rows
 from finetune_trainer.data.sources import (
     ColumnNeed,
     FileSplit,

@@ -10,11 +10,13 @@ from __future__ import annotations
 import difflib
 import hashlib
 import io
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from types import TracebackType
 from typing import IO, Any, Literal, Protocol, TypeAlias, cast
 
 import datasets
@@ -25,9 +27,8 @@ from finetune_contract.data_settings import DataSource
 from finetune_contract.layout import FailureClass
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.uris import Uri, hub_name, local_path, package_path
-from finetune_trainer.data.prepared import arrow_table, dataset_of
-from finetune_trainer.data.readers import ENDINGS, SUFFIXES, format_of, read
-from finetune_trainer.data.spool import Spool
+from finetune_trainer.data.file_formats import ENDINGS, SUFFIXES, format_of, read
+from finetune_trainer.data.prepared import arrow_table, batches, dataset_of, write_tables
 from finetune_trainer.models.loading import hub_error
 
 Role: TypeAlias = Literal["train", "validation", "test", "predict"]
@@ -402,6 +403,82 @@ def _filesystem(uri: Uri, setting: str) -> tuple[Any, str]:
             f"{setting}.uri is {uri.text!r}, but the driver for {uri.scheme}:// is not installed ({driver}).",
             f"Install {driver} in the trainer's environment, or use file://.",
         ) from error
+
+
+class Spool:
+    """Writer of tables whose columns may turn out to have another type than in the first rows."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = Path(tempfile.mkdtemp(dir=folder))
+        self._parts: list[Path] = []
+        self._schemas: list[pa.Schema] = []
+        self._writer: pa.RecordBatchStreamWriter | None = None
+        self.rows = 0
+
+    def __enter__(self) -> Spool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def write(self, table: pa.Table) -> pa.Schema:
+        """Append the rows and return the schema they are kept with: categories (dictionaries) become their values,
+        views plain text.
+        """
+        table = _plain(table)
+        if table.num_rows:
+            if self._writer is None or not self._schemas[-1].equals(table.schema):
+                self._finish()
+                self._parts.append(self._folder / f"{len(self._parts)}.arrow")
+                self._schemas.append(table.schema)
+                self._writer = pa.ipc.new_stream(self._parts[-1], table.schema)
+            self._writer.write_table(table)
+            self.rows += table.num_rows
+        return table.schema
+
+    def close(self, schema: pa.Schema) -> datasets.Dataset:
+        """Return all rows; columns of `schema` that rows lack are null. Raise pa.ArrowInvalid for a value that does not
+        fit its type.
+        """
+        self._finish()
+        if any(not each.equals(schema) for each in self._schemas):
+            whole = self._folder / "whole.arrow"
+            write_tables(whole, (_promoted(batch, schema) for part in self._parts for batch in batches(part)))
+            for part in self._parts:
+                part.unlink()
+            self._parts = [whole]
+        return datasets.Dataset.from_file(str(self._parts[0]))
+
+
+def _plain(table: pa.Table) -> pa.Table:
+    fields = [f.with_type(_plain_type(f.type)) for f in table.schema]
+    huggingface = {k: v for k, v in (table.schema.metadata or {}).items() if k == b"huggingface"}
+    columns = [c.cast(f.type) if c.type != f.type else c for c, f in zip(table.columns, fields, strict=True)]
+    return pa.table(columns, schema=pa.schema(fields, huggingface or None))
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type without dictionaries and views, which not every function supports."""
+    if pa.types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    if pa.types.is_list(kind) and (plain := _plain_type(kind.value_type)) != kind.value_type:
+        return pa.list_(plain)
+    return kind
+
+
+def _promoted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
+    table = pa.Table.from_batches([batch])
+    has = table.column_names
+    columns = [table[f.name] if f.name in has else pa.nulls(len(table), f.type) for f in schema]
+    return pa.table(columns, names=schema.names).cast(schema)
 
 
 # -------------------------------------------------------------------------------------------------------------- Hub

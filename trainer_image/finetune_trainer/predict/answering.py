@@ -96,14 +96,14 @@ class Answerer:
         that are readable one by one have no common type.
         """
         failures: dict[int, StageError] = {}
-        inputs = self.encoder.task.inputs(self.requested.columns)
+        inputs = self.encoder.task.encoding.inputs(self.requested.columns)
         kept, found = self._encoded_rows(rows, failures)
         if found is None:
             return ShardAnswers(pa.table({}), _all_bad(rows, failures), 0)
         table, features, truncated = found
         split = self.split(table, features, inputs)
         answers = self.answered(split, progress, self.forward, seed_of(self.job.seed, shard.key))
-        answered = self.encoder.task.predictions(answers, split, slice(0, split.rows))
+        answered = self.encoder.task.description.predictions(answers, split, slice(0, split.rows))
         numbers = pa.array(rows.numbers[np.asarray(kept)])
         copies = {name: table[column] for name, column in self.requested.copies.items() if column in table.column_names}
         own = dict(zip(answered.column_names, answered.columns, strict=True))
@@ -120,7 +120,7 @@ class Answerer:
         """Return the rows that can be encoded; and these, their features and the number of truncated ones. `failures`
         gets the reasons of the others.
         """
-        inputs = self.encoder.task.inputs(self.requested.columns)
+        inputs = self.encoder.task.encoding.inputs(self.requested.columns)
 
         def encoded_of(chosen: Sequence[int]) -> tuple[pa.Table, FeatureSet, int]:
             table = rows.checked(chosen, self._check)
@@ -133,13 +133,13 @@ class Answerer:
         return self.encoder.features(table.take(pa.array(rows, pa.int64())), inputs)[0]
 
     def _check(self, split: RawSplit) -> None:
-        self.encoder.task.check(split, self.requested.columns, self.requested.setting)
+        self.encoder.task.encoding.check(split, self.requested.columns, self.requested.setting)
 
     def sample(self, shards: Iterable[RowShard], rows: int) -> tuple[Sample, int]:
         """Return about `rows` of the first rows that can be answered, to measure rungs with, and the weight of their
         shards. StageError DATA `EmptySplit` if there are none.
         """
-        inputs = self.encoder.task.inputs(self.requested.columns)
+        inputs = self.encoder.task.encoding.inputs(self.requested.columns)
         tables: list[pa.Table] = []
         weight = 0.0
         for shard in shards:
@@ -166,7 +166,7 @@ class Answerer:
 
         def answers(forward: Substitute | None) -> list[dict[str, Any]]:
             found = self.answered(split, NoProgress(), forward, self.job.seed, halves=forward is None)
-            rows: list[dict[str, Any]] = task.predictions(found, split, slice(0, split.rows)).to_pylist()
+            rows: list[dict[str, Any]] = task.description.predictions(found, split, slice(0, split.rows)).to_pylist()
             return rows
 
         return Sample(
@@ -181,22 +181,22 @@ class Answerer:
     def _collated(self, split: PreparedSplit) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the model's inputs for all features, without labels; of a task that writes, the prompts."""
         task, data = self.encoder.task, split.data
-        for batch in inference_batches(task.widths(data, split.role), batch_tokens=self.means.batch_tokens):
+        for batch in inference_batches(task.encoding.widths(data, split.role), batch_tokens=self.means.batch_tokens):
             features = data.features(split.role, batch)
             if task.writer is not None and "prompt" in features[0]:
                 prompts = [{"input_ids": each["input_ids"][: int(each["prompt"])]} for each in features]
                 collated = padded(prompts, {"input_ids": data.pad_token_id})
             else:
-                collated = task.collate(features, pad_token_id=data.pad_token_id)
+                collated = task.encoding.collate(features, pad_token_id=data.pad_token_id)
             yield {name: tensor.to(self.model.device) for name, tensor in collated.items() if name != "labels"}
 
     def predicted(self, key: ShardKey, split: PreparedSplit, progress: ProgressSink) -> pa.Table:
         """Return the task's columns of the predictions for all rows of `split`; `key` seeds the sampling."""
         answers = self.answered(split, progress, self.forward, seed_of(self.job.seed, key))
-        return self.encoder.task.predictions(answers, split, slice(0, split.rows))
+        return self.encoder.task.description.predictions(answers, split, slice(0, split.rows))
 
     def split(self, table: pa.Table, features: FeatureSet, inputs: Mapping[str, str]) -> PreparedSplit:
-        """Return rows and their features as a split of prepared data. `inputs`: see `TaskModule.inputs`."""
+        """Return rows and their features as a split of prepared data. `inputs`: see `Encoding.inputs`."""
         tokenizer = self.encoder.coding.tokenizer
         assert isinstance(tokenizer.pad_token_id, int)
         facts = DataFacts(
@@ -206,7 +206,7 @@ class Answerer:
             label_form=self.labels.form,
             max_length=self.encoder.coding.max_length,
         )
-        judged = {**inputs, **self.encoder.task.judged(self.requested.columns)}
+        judged = {**inputs, **self.encoder.task.encoding.judged(self.requested.columns)}
         named = {role: name for role, name in judged.items() if name in table.column_names}
         data = PreparedData.in_memory(_ROLE, features, table, facts, tokenizer.pad_token_id, self.job.task, named)
         return data.of(_ROLE)
@@ -246,7 +246,7 @@ class Answerer:
         alone = self.group.size == 1
         if alone and (self.means.device == "cpu" or self.encoder.task.writer is not None):
             return None
-        inputs = self.encoder.task.inputs(self.requested.columns)
+        inputs = self.encoder.task.encoding.inputs(self.requested.columns)
         for shard in shards:
             kept, found = self._encoded_rows(shard.read(), {})
             if kept and found is not None:

@@ -31,7 +31,7 @@ from finetune_trainer.report.model_card import write_model_card
 from finetune_trainer.report.report_parts import not_met
 from finetune_trainer.report.reporting import merge_generation, merge_metrics, write_confusion, write_samples
 from finetune_trainer.tasks.metric_names import refuse_unknown_metrics
-from finetune_trainer.tasks.task_protocol import REFERENCE, Answer, TaskModule, compared, labels_of
+from finetune_trainer.tasks.task_protocol import REFERENCE, Answer, TaskParts, labels_of
 from finetune_trainer.tasks.task_registry import task_of
 from finetune_trainer.tasks.writing import generated_tokens
 
@@ -54,8 +54,8 @@ def evaluate(
     """
     task = task_of(job)
     prepared = PreparedData.open(paths)
-    split = labelled_split(task, prepared)
-    wanted = _wanted(job, task.metrics[prepared.facts.label_form])
+    split = labelled_split(task.scoring, prepared)
+    wanted = _wanted(job, task.scoring.metrics[prepared.facts.label_form])
     means = Means.of(job.evaluation)
     share = evaluation_share(world, job.inference(Stage.EVALUATE), means.device)
     rate = TokenRate(progress, share.count)
@@ -63,8 +63,8 @@ def evaluate(
     share.end()
     if answers is None:
         return {}
-    measured = task.score(answers, split)
-    baseline = task.baseline(split)
+    measured = task.scoring.score(answers, split)
+    baseline = task.scoring.baseline(split)
     sections: dict[str, Any] = {
         "evaluate": {
             **{name: measured[name] for name in wanted},
@@ -84,7 +84,7 @@ def evaluate(
     if job.training is not None:
         write_model_card(paths, job, prepared.facts, merged)
     write_samples(paths, _samples(job, task, split, answers))
-    write_confusion(paths, task.confusion(answers, split))
+    write_confusion(paths, task.scoring.confusion(answers, split))
     if job.evaluation and job.evaluation.gate:
         check_gate(job.evaluation.gate, measured, f"on the {split.role} split")
     return sections
@@ -128,8 +128,8 @@ def _answers(
         return share.gathered(answers)
 
     reference: list[Answer] | None = None
-    if compared(task):  # one model at a time
-        reference = answered(reference_model(job, task, *place))
+    if task.head.compared:  # one model at a time
+        reference = answered(reference_model(job, task.head, *place))
     model = model_to_use(job, paths, prepared, *place)
     with judged_rung(job, paths, model, labels_of(prepared.facts)) as (rung, forward):
         answers = answered(model, forward)
@@ -167,16 +167,14 @@ def check_gate(gate: Gate, measured: Mapping[str, float], where: str) -> None:
     )
 
 
-def _samples(
-    job: TrainerJob, task: TaskModule, split: PreparedSplit, answers: Sequence[Answer]
-) -> list[dict[str, Any]]:
+def _samples(job: TrainerJob, task: TaskParts, split: PreparedSplit, answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """Return rows for the report, with the inputs that they were judged by."""
-    found = task.samples(answers, split, _SAMPLES)
+    found = task.scoring.samples(answers, split, _SAMPLES)
     if not found:
         return []
     assert job.dataset is not None
     # Not all columns of the split, which also holds those that predictions copy.
-    names = list(task.inputs(job.dataset.columns).values())
+    names = list(task.encoding.inputs(job.dataset.columns).values())
     raw = split.raw().select_columns(names)
     return [{**sample, "text": [_shown(raw[sample["row"]][name]) for name in names]} for sample in found]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from finetune_contract.layout import FailureClass
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
-from finetune_trainer.tasks.task_protocol import TaskModule
+from finetune_trainer.tasks.task_protocol import Scoring
 
 
-def labelled_split(task: TaskModule, prepared: PreparedData) -> PreparedSplit:
+def labelled_split(scoring: Scoring, prepared: PreparedData) -> PreparedSplit:
     """Return the test split, or validation if test is missing or has no labels. StageError DATA `NoLabels`."""
     for role in ("test", "validation"):
-        if role in prepared.facts.splits and task.labelled(split := prepared.of(role)):
+        if role in prepared.facts.splits and scoring.labelled(split := prepared.of(role)):
             return split
     raise StageError(
         FailureClass.DATA,

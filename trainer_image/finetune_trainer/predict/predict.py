@@ -424,7 +424,7 @@ def _loaded_answerer(given: PredictionInputs, paths: JobPaths) -> Answerer:
     """Load the model, or this process's slice of it."""
     job, task, means = given.job, task_of(given.job), given.means
     model, _ = used_model(job, paths, means.precision, means.devices, given.group)
-    labels = labels_of_model(job, task, model.config)
+    labels = labels_of_model(job, task.head, model.config)
     settle(model, means.device)
     encoder = Encoder(task, given.coding, packing=False)
     return Answerer(job, encoder, model, labels, means, given.requested, settled=True, group=given.group)

@@ -44,7 +44,7 @@ class PredictionInputs:
     def of(cls, job: TrainerJob, paths: JobPaths, copies: Mapping[str, str], group: WholeModel) -> PredictionInputs:
         """Return the inputs of the job; StageErrors of the data source and of the task's columns."""
         task, means = task_of(job), Means.of(job.predict)
-        part = predict_part(job, task)
+        part = predict_part(job, task.encoding)
         if part is not None:
             source = row_source(part.source, part.needs)
             return cls(job, source, "predict", RequestedColumns(part.columns, part.setting, copies), means, group)
@@ -107,7 +107,7 @@ def copied_columns(job: TrainerJob, output: Output) -> dict[str, str]:
     if requested is None:
         return {}
     own = {FILE, POSITION, ROW} if isinstance(output, FolderOutput) else {ROW}
-    own |= set(task_of(job).answer_columns)
+    own |= set(task_of(job).description.answer_columns)
     identity = {ID: requested.id_column} if requested.id_column is not None else {}
     columns = [column for column in requested.columns if identity.get(column) != column]
     return {**identity, **_output_names(columns, {*own, *identity})}

@@ -24,8 +24,8 @@ from finetune_contract.contract_models import Message
 from finetune_contract.layout import FailureClass
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.files import create_whole, replaced, through_outage, write_atomically
+from finetune_trainer.data.prepared import batches, write_tables
 from finetune_trainer.data.row_shards import RowShard, ShardKey, ShardRows
-from finetune_trainer.data.spool import batches, write_tables
 from finetune_trainer.predict.answering import ROW, ShardAnswers
 
 FILE, POSITION = "file", "position"

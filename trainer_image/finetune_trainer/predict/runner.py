@@ -34,7 +34,7 @@ from finetune_trainer.predict.pod_processes import (
 )
 from finetune_trainer.predict.tensor_group import WHOLE_MODEL, Answering, ProbedWay, WholeModel, held_share
 from finetune_trainer.report.measured_facts import model_without_weights
-from finetune_trainer.tasks.task_protocol import Answer, Feature, TaskModule, Writer, labels_of
+from finetune_trainer.tasks.task_protocol import Answer, Feature, Head, TaskParts, Writer, labels_of
 from finetune_trainer.tasks.task_registry import task_of
 from finetune_trainer.tasks.writing import TOKENS, generated_tokens
 
@@ -92,7 +92,7 @@ def model_to_use(
     for other labels than those of the prepared data.
     """
     model, name = used_model(job, paths, precision, devices, group)
-    labels = task_of(job).model_labels(model.config)
+    labels = task_of(job).head.model_labels(model.config)
     if labels != labels_of(prepared.facts):
         raise StageError(
             FailureClass.MODEL,
@@ -112,7 +112,7 @@ def used_model(
     group: WholeModel = WHOLE_MODEL,
 ) -> tuple[PreTrainedModel, str]:
     """Return the model of `model_to_use` with any labels, and its name."""
-    task = task_of(job)
+    head = task_of(job).head
     if job.training is None:
         name, arguments = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
     else:
@@ -125,7 +125,7 @@ def used_model(
             )
         name = str(paths.model)
         arguments = {"trust_remote_code": job.model.trust_remote_code, "local_files_only": True}
-    return _loaded(task, job, name, arguments, precision, devices, group), name
+    return _loaded(head, job, name, arguments, precision, devices, group), name
 
 
 def weights_version(job: TrainerJob, paths: JobPaths) -> object:
@@ -140,7 +140,7 @@ def weights_version(job: TrainerJob, paths: JobPaths) -> object:
 
 def reference_model(
     job: TrainerJob,
-    task: TaskModule,
+    head: Head,
     precision: InferencePrecision,
     devices: int = 1,
     group: WholeModel = WHOLE_MODEL,
@@ -156,11 +156,11 @@ def reference_model(
         )
     began_with, _ = pinned(job)
     name, arguments = resolve_model(began_with.model.uri, began_with.model.revision, job.model.trust_remote_code)
-    return _loaded(task, began_with, name, arguments, precision, devices, group)
+    return _loaded(head, began_with, name, arguments, precision, devices, group)
 
 
 def _loaded(
-    task: TaskModule,
+    head: Head,
     job: TrainerJob,
     name: str,
     arguments: Mapping[str, Any],
@@ -174,7 +174,7 @@ def _loaded(
         refuse_missing_gpu(index=devices - 1)  # the last one
 
     def load(further: Mapping[str, Any]) -> PreTrainedModel:
-        return task.load_model(job, name, {**arguments, **placement(devices), **further}, TORCH_TYPES[precision])
+        return head.load_model(job, name, {**arguments, **placement(devices), **further}, TORCH_TYPES[precision])
 
     model = group.loaded(lambda: model_without_weights(job), load)
     if group.size > 1:
@@ -400,7 +400,7 @@ def _widths(
     import numpy as np
 
     if writer is None:
-        widths = task_of(job).widths(split.data, split.role)
+        widths = task_of(job).encoding.widths(split.data, split.role)
         return np.arange(len(widths)), widths
     chosen = writer.chosen(split)
     lengths = split.data.lengths(split.role)[chosen]
@@ -483,15 +483,15 @@ def _answered_batches(
         waiting = deque(half for half in smaller if len(half))
 
 
-def _reading(task: TaskModule, model: PreTrainedModel, forward: Substitute | None, pad_token_id: int) -> Answering:
+def _reading(task: TaskParts, model: PreTrainedModel, forward: Substitute | None, pad_token_id: int) -> Answering:
     """Return a function that does one forward pass over features."""
     from torch import nn
 
     answers = cast(nn.Module, model if forward is None or isinstance(forward, TextGenerator) else forward)
 
     def read(features: Sequence[Feature]) -> list[Answer]:
-        batch = task.collate(features, pad_token_id=pad_token_id)
+        batch = task.encoding.collate(features, pad_token_id=pad_token_id)
         placed = {name: tensor.to(model.device) for name, tensor in batch.items()}
-        return task.answer(answers, placed, features)
+        return task.scoring.answer(answers, placed, features)
 
     return read

@@ -30,7 +30,7 @@ from finetune_trainer.models.loading import refuse_long_answers, resolve_model, 
 from finetune_trainer.prepare.prepare import Part, parts_of, predict_part, split_validation
 from finetune_trainer.tasks.metric_names import refuse_unknown_metrics, refuse_unmeasured_stopping
 from finetune_trainer.tasks.row_checks import is_list, is_text
-from finetune_trainer.tasks.task_protocol import TaskModule
+from finetune_trainer.tasks.task_protocol import Encoding, TaskParts
 from finetune_trainer.tasks.task_registry import task_of
 
 if TYPE_CHECKING:
@@ -71,18 +71,14 @@ def check(job: TrainerJob, *, trains: Trains | None = None, script: bool = False
     return CheckedData(
         splits=tuple(splits),
         max_length=None if model is None else model.max_length,
-        long_rows="are read in windows that overlap" if _in_windows(job) else "are cut",
+        long_rows="are read in windows that overlap" if task_of(job).encoding.in_windows(_columns(job)) else "are cut",
         notes=tuple(dict.fromkeys(found.notes)),
         problems=tuple(found.problems),
     )
 
 
-def _in_windows(job: TrainerJob) -> bool:
-    texts = job.dataset is not None and job.dataset.columns.text is not None
-    return job.task in _WINDOWS or (job.task == "text-generation" and texts)
-
-
-_WINDOWS = ("token-classification", "question-answering", "masked-lm")
+def _columns(job: TrainerJob) -> Columns:
+    return job.dataset.columns if job.dataset else Columns()
 
 
 def _check_place(job: TrainerJob, found: _Findings) -> None:
@@ -186,7 +182,7 @@ def _check_rows(
     job: TrainerJob, model: _Model | None, found: _Findings, scratch: Path, *, trains: Trains | None, most: int
 ) -> list[CheckedSplit]:
     task = task_of(job)
-    parts = found.of(lambda: _parts(job, task, trains=trains is not None))
+    parts = found.of(lambda: _parts(job, task.encoding, trains=trains is not None))
     raw: dict[Role, RawSplit] = {}
     if parts is None:
         return []
@@ -196,21 +192,23 @@ def _check_rows(
             split = part.source.read(part.needs, scratch, most)
             found.notes.extend(split.notes)
             raw[role] = split
-            task.check(split, part.columns, part.setting)
+            task.encoding.check(split, part.columns, part.setting)
             checked.append(role)
     # Labels of one split are judged by those of another, and tasks read them in checked rows.
     labels = _check_labels(job, task, raw, found, trains=trains) if len(checked) == len(parts) else {}
-    return [_described(task, parts[role], role, split, labels.get(role, {}), model) for role, split in raw.items()]
+    return [
+        _described(task.encoding, parts[role], role, split, labels.get(role, {}), model) for role, split in raw.items()
+    ]
 
 
-def _parts(job: TrainerJob, task: TaskModule, *, trains: bool) -> dict[Role, Part]:
-    predicted = predict_part(job, task)
-    return parts_of(job, task, trains=trains) | ({} if predicted is None else {"predict": predicted})
+def _parts(job: TrainerJob, encoding: Encoding, *, trains: bool) -> dict[Role, Part]:
+    predicted = predict_part(job, encoding)
+    return parts_of(job, encoding, trains=trains) | ({} if predicted is None else {"predict": predicted})
 
 
 def _check_labels(
     job: TrainerJob,
-    task: TaskModule,
+    task: TaskParts,
     raw: Mapping[Role, RawSplit],
     found: _Findings,
     *,
@@ -221,14 +219,13 @@ def _check_labels(
     counts: dict[Role, dict[str, int]] = {}
     if not judged:
         return counts
-    columns = job.dataset.columns if job.dataset else Columns()
     with found.collected(partial=any(split.partial for split in judged.values()), known=trains is not None):
-        targets = task.targets(cast(Mapping[str, RawSplit], judged), columns, None)
+        targets = task.encoding.targets(cast(Mapping[str, RawSplit], judged), _columns(job), None)
         found.notes.extend(targets.notes)
         for role in judged:
             if role in targets.of:
-                counts[role] = task.count_labels(targets.of[role], targets.labels)
-        measured = task.metrics[targets.labels.form]
+                counts[role] = task.encoding.count_labels(targets.of[role], targets.labels)
+        measured = task.scoring.metrics[targets.labels.form]
         refuse_unknown_metrics(job, measured)
         if trains is not None and trains.stopping is not None:
             refuse_unmeasured_stopping(job, trains.stopping, measured)
@@ -237,13 +234,15 @@ def _check_labels(
             rows = len(raw["train"].rows)
             if "validation" not in raw:
                 rows = len(split_validation(raw["train"], job.seed)[0])
-            _refuse_few_rows(job, rows, trains.batch)
+            # Steps of other tasks count windows or packs, whose number only prepare knows.
+            if not task.encoding.packed and not task.encoding.in_windows(_columns(job)):
+                _refuse_few_rows(rows, trains.batch)
     return counts
 
 
-def _refuse_few_rows(job: TrainerJob, rows: int, batch: int) -> None:
+def _refuse_few_rows(rows: int, batch: int) -> None:
     """Raise StageError CONFIG `FewRows` if the train split does not fill a step, as the plan does after prepare."""
-    if job.task in _ONE_FEATURE_A_ROW and rows < batch:
+    if rows < batch:
         raise StageError(
             FailureClass.CONFIG,
             "FewRows",
@@ -252,16 +251,12 @@ def _refuse_few_rows(job: TrainerJob, rows: int, batch: int) -> None:
         )
 
 
-_ONE_FEATURE_A_ROW = ("text-classification", "summarization", "translation", "preference-tuning")
-"""Tasks whose steps count rows; those of others count windows or packs, whose number only prepare knows."""
-
-
 def _described(
-    task: TaskModule, part: Part, role: Role, split: RawSplit, labels: Mapping[str, int], model: _Model | None
+    encoding: Encoding, part: Part, role: Role, split: RawSplit, labels: Mapping[str, int], model: _Model | None
 ) -> CheckedSplit:
     table = split.table
     words, characters = {}, {}
-    for name in dict.fromkeys(task.inputs(part.columns).values()):
+    for name in dict.fromkeys(encoding.inputs(part.columns).values()):
         texts = [_texts(value) for value in table[name].to_pylist()] if _has_text(table[name].type) else []
         if texts:
             words[name] = _lengths([sum(len(text.split()) for text in each) for each in texts])

@@ -26,8 +26,8 @@ from finetune_contract.contract_models import Order
 from finetune_contract.layout import FailureClass
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.files import EntryName
+from finetune_trainer.data.prepared import write_tables
 from finetune_trainer.data.sources import Role
-from finetune_trainer.data.spool import write_tables
 from finetune_trainer.prepare.shards import CHUNK_ROWS, Recipe, Rows, Shard, ShardFacts
 
 _NumberType: TypeAlias = Literal["bool", "int32", "int64", "float64"]

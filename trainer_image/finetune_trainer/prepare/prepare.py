@@ -29,10 +29,9 @@ from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.files import discard, discard_leftovers, locked, temporary_folder
 from finetune_trainer.core.progress import ProgressSink
 from finetune_trainer.core.storage import storage_errors_named
-from finetune_trainer.data.prepared import FACTS_FILE, INPUTS_FILE, PreparedInputs, raw_name, shard_name
+from finetune_trainer.data.prepared import FACTS_FILE, INPUTS_FILE, PreparedInputs, raw_name, shard_name, write_tables
 from finetune_trainer.data.row_shards import check_first_rows, row_source
 from finetune_trainer.data.sources import ColumnNeed, RawSplit, Role, SplitSource, predict_split, splits_by_role
-from finetune_trainer.data.spool import write_tables
 from finetune_trainer.models.loading import (
     load_config,
     load_tokenizer,
@@ -53,7 +52,7 @@ from finetune_trainer.prepare.shards import (
 )
 from finetune_trainer.prepare.shared_data import Entry, SharedData
 from finetune_trainer.tasks.metric_names import refuse_unknown_metrics
-from finetune_trainer.tasks.task_protocol import Coding, Labels, Targets, TaskModule
+from finetune_trainer.tasks.task_protocol import Coding, Encoding, Head, Labels, Targets, TaskParts
 from finetune_trainer.tasks.task_registry import task_of
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ class _Order:
     """All inputs on which the result depends."""
 
     job: TrainerJob
-    task: TaskModule
+    task: TaskParts
     parts: Mapping[Role, Part]
     known_labels: Labels | None
     coding: Coding
@@ -114,15 +113,15 @@ def prepare(
     when the job names a metric that its data do not have: with another metric it is the same job.
     """
     task = task_of(job)
-    predicted = predict_part(job, task)
+    predicted = predict_part(job, task.encoding)
     if predicted is not None:
         # predict reads the rows themselves; an error that all of them share is reported before the training.
         rows = row_source(predicted.source, predicted.needs)
-        check_first_rows(rows, lambda split: task.check(split, predicted.columns, predicted.setting))
+        check_first_rows(rows, lambda split: task.encoding.check(split, predicted.columns, predicted.setting))
     facts = _prepared(job, paths, progress, leader, shared)
     for note in facts.notes:
         log.warning("%s", note)
-    refuse_unknown_metrics(job, task.metrics[facts.label_form])
+    refuse_unknown_metrics(job, task.scoring.metrics[facts.label_form])
     return facts
 
 
@@ -220,10 +219,10 @@ def _move(temporary: Path, place: Path) -> None:
 def _order(job: TrainerJob) -> _Order:
     task = task_of(job)
     config = load_config(job)
-    known = None if job.training else labels_of_model(job, task, config)
+    known = None if job.training else labels_of_model(job, task.head, config)
     if job.preparation.packing:
-        task.refuse_packing(job, config)
-    parts = parts_of(job, task, trains=job.training is not None)
+        task.head.refuse_packing(job, config)
+    parts = parts_of(job, task.encoding, trains=job.training is not None)
     max_length = truncation_length(job, config)
     refuse_long_answers(job, config)
     stride = window_stride(job, max_length)
@@ -246,9 +245,9 @@ def _order(job: TrainerJob) -> _Order:
     return _Order(job, task, parts, known, coding, fingerprint, _digest({"basis": fingerprint, "parts": extra}))
 
 
-def labels_of_model(job: TrainerJob, task: TaskModule, config: PretrainedConfig) -> Labels:
+def labels_of_model(job: TrainerJob, head: Head, config: PretrainedConfig) -> Labels:
     """Return the labels of the head of a model that is not trained. Raise StageError MODEL `NoHead`."""
-    labels = task.model_labels(config)
+    labels = head.model_labels(config)
     if labels is None:
         raise StageError(
             FailureClass.MODEL,
@@ -259,7 +258,7 @@ def labels_of_model(job: TrainerJob, task: TaskModule, config: PretrainedConfig)
     return labels
 
 
-def parts_of(job: TrainerJob, task: TaskModule, *, trains: bool) -> dict[Role, Part]:
+def parts_of(job: TrainerJob, encoding: Encoding, *, trains: bool) -> dict[Role, Part]:
     """Return the splits of `dataset` that a job uses. Without predict data and a test split, validation is predicted.
 
     StageErrors of the data sources, of the task's columns, and CONFIG `MissingSetting` when no data set is named.
@@ -279,21 +278,21 @@ def parts_of(job: TrainerJob, task: TaskModule, *, trains: bool) -> dict[Role, P
         predicted: Role = next((role for role in ("test", "validation") if role in sources), "train")
         for role, source in sources.items():
             labelled = role in ("train", "validation")
-            needs = task.columns(job.dataset.columns, "dataset", labelled=labelled)
+            needs = encoding.columns(job.dataset.columns, "dataset", labelled=labelled)
             copied = job.predict is not None and job.predict.dataset is None and role == predicted
             extra, names = (copy_needs, copies) if copied else ((), ())
             parts[role] = Part(source, job.dataset.columns, "dataset", needs + extra, names)
     return parts
 
 
-def predict_part(job: TrainerJob, task: TaskModule) -> Part | None:
+def predict_part(job: TrainerJob, encoding: Encoding) -> Part | None:
     """Return the data set that only predict reads; None where there is none. StageErrors as `parts_of`."""
     if job.predict is None or job.predict.dataset is None:
         return None
     columns = _inherited(job.predict.dataset.columns, job.dataset.columns if job.dataset else Columns())
     columns = columns.model_copy(update=dict.fromkeys(_TARGETS))
     copies, copy_needs = _repeated(job.predict)
-    needs = task.columns(columns, "predict.dataset", labelled=False) + copy_needs
+    needs = encoding.columns(columns, "predict.dataset", labelled=False) + copy_needs
     return Part(predict_split(job.predict.dataset), columns, "predict.dataset", needs, copies)
 
 
@@ -345,9 +344,11 @@ def _checked_rows(order: _Order, scratch: Path) -> tuple[dict[Role, Rows], Targe
     raw: dict[Role, RawSplit] = {}
     for role, part in order.parts.items():
         raw[role] = part.source.read(part.needs, scratch)
-        order.task.check(raw[role], part.columns, part.setting)
+        order.task.encoding.check(raw[role], part.columns, part.setting)
     columns = order.job.dataset.columns if order.job.dataset else Columns()
-    targets = order.task.targets({str(role): split for role, split in raw.items()}, columns, order.known_labels)
+    targets = order.task.encoding.targets(
+        {str(role): split for role, split in raw.items()}, columns, order.known_labels
+    )
     notes = list(dict.fromkeys(note for split in raw.values() for note in split.notes))
     rows = {role: Rows(split.rows, np.arange(len(split.rows)), targets.of.get(role)) for role, split in raw.items()}
     if order.job.training is None or "validation" in rows:
@@ -394,10 +395,10 @@ def _write(
 ) -> DataFacts:
     # Validation may have been split off from train.
     parts = {role: order.parts.get(role) or order.parts["train"] for role in rows}
-    inputs = {str(role): _kept(order.task, part, rows[role]) for role, part in parts.items()}
+    inputs = {str(role): _kept(order.task.encoding, part, rows[role]) for role, part in parts.items()}
     shards: list[Shard] = []
     for role, part in parts.items():
-        shards += cut(role, rows[role], order.task.inputs(part.columns))
+        shards += cut(role, rows[role], order.task.encoding.inputs(part.columns))
         if role != "train":
             kept = list(dict.fromkeys([*inputs[role].values(), *part.copies]))
             _keep(folder / raw_name(role), rows[role], kept)
@@ -425,7 +426,7 @@ def _write(
         splits={role: found.of_split() for role, found in made.items()},
         labels=labels.names,
         label_form=labels.form,
-        label_counts=_counts(order.task, rows, labels),
+        label_counts=_counts(order.task.encoding, rows, labels),
         validation_from_train=from_train,
         max_length=order.coding.max_length,
         notes=(*notes, *_cut_notes(made, order.coding.max_length)),
@@ -477,16 +478,16 @@ def _keep(path: Path, rows: Rows, columns: Sequence[str]) -> None:
     )
 
 
-def _kept(task: TaskModule, part: Part, rows: Rows) -> dict[str, str]:
+def _kept(encoding: Encoding, part: Part, rows: Rows) -> dict[str, str]:
     """Return role of each column that results need and the split has -> its name."""
-    named = {**task.inputs(part.columns), **task.judged(part.columns)}
+    named = {**encoding.inputs(part.columns), **encoding.judged(part.columns)}
     return {role: name for role, name in named.items() if name in rows.raw.column_names}
 
 
-def _counts(task: TaskModule, rows: Mapping[Role, Rows], labels: Labels) -> dict[str, int]:
+def _counts(encoding: Encoding, rows: Mapping[Role, Rows], labels: Labels) -> dict[str, int]:
     """Count the labels of train, else of test, else of validation."""
     for role in ("train", "test", "validation"):
         targets = rows[role].targets if role in rows else None
         if targets is not None:
-            return task.count_labels(targets, labels)
+            return encoding.count_labels(targets, labels)
     return {}

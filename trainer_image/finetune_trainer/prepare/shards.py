@@ -25,10 +25,9 @@ from numpy.typing import NDArray
 from finetune_contract.facts import SplitFacts
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.packing import packed
-from finetune_trainer.data.prepared import POSITION, ROW, FeatureBatch, FeatureSet, shard_name
-from finetune_trainer.data.spool import write_tables
+from finetune_trainer.data.prepared import POSITION, ROW, FeatureBatch, FeatureSet, shard_name, write_tables
 from finetune_trainer.models.loading import load_tokenizer
-from finetune_trainer.tasks.task_protocol import Coding, Encoded, TaskModule
+from finetune_trainer.tasks.task_protocol import Coding, Encoded, TaskParts
 from finetune_trainer.tasks.task_registry import task_of
 
 SHARD_ROWS = 50_000
@@ -147,7 +146,7 @@ def cut(
 class Encoder:
     """Encodes rows to features, alike in each process."""
 
-    task: TaskModule
+    task: TaskParts
     coding: Coding
     packing: bool
 
@@ -175,7 +174,7 @@ class Encoder:
 
     def _encoded(self, rows: pa.Table, inputs: Mapping[str, str], targets: NDArray[Any] | None) -> Encoded:
         given = {role: rows[name].to_pylist() for role, name in inputs.items()}
-        return self.task.encode(given, targets, self.coding)
+        return self.task.encoding.encode(given, targets, self.coding)
 
     def _tables(self, shard: Shard, facts: ShardFacts, progressed: Callable[[int], None]) -> Iterator[pa.Table]:
         """Yield the chunks in the order of the rows; adds to `facts`."""
@@ -187,7 +186,7 @@ class Encoder:
             table = _table(encoded, _batch(encoded, index, shard.first + start))
             features = len(table)
             if self.packing and shard.role == "train":
-                table = packed(table, self.task.packed, self.coding.max_length)
+                table = packed(table, self.task.encoding.packed, self.coding.max_length)
             lengths = np.diff(table["input_ids"].chunk(0).offsets.to_numpy())
             learnt = features if encoded.learnt is None else encoded.learnt
             facts.add(ShardFacts(len(chunk), features, encoded.truncated, learnt, Counter(lengths.tolist())))

@@ -19,7 +19,7 @@ from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.devices.processor_facts import instructions, processor_facts
 from finetune_trainer.models.loading import load_config, position_limit, resolve_model, stored_bytes
-from finetune_trainer.tasks.task_registry import task_module
+from finetune_trainer.tasks.task_registry import task_parts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,7 +47,7 @@ def _without_weights(job: TrainerJob, config: PretrainedConfig) -> PreTrainedMod
     import torch
 
     with torch.device("meta"):
-        return task_module(job.task).empty_model(config, _head_labels(job, config))
+        return task_parts(job.task).head.empty_model(config, _head_labels(job, config))
 
 
 def model_facts(job: TrainerJob) -> ModelFacts:
@@ -149,7 +149,7 @@ def _linear_layers(model: nn.Module) -> dict[str, LinearWidths]:
 
 def _head_labels(job: TrainerJob, config: PretrainedConfig) -> int:
     """Return the number of the head's labels: the model's own when nothing is trained, else assumed."""
-    own = None if job.training else task_module(job.task).model_labels(config)
+    own = None if job.training else task_parts(job.task).head.model_labels(config)
     return len(own.names) if own and own.names else ASSUMED_LABELS
 
 

@@ -24,7 +24,7 @@ def write_model_card(paths: JobPaths, job: TrainerJob, facts: DataFacts, metrics
 
     evaluated = metrics.get("evaluate", {})
     scores = {name: value for name, value in evaluated.items() if isinstance(value, float) and name != "loss"}
-    card = task_of(job).card(job, facts)
+    card = task_of(job).description.card(job, facts)
     tag = card.tag or job.task
     text = (
         page_templates(autoescape=False)

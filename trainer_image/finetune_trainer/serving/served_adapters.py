@@ -29,7 +29,7 @@ from finetune_trainer.models.adapter_card import AdapterCard, head_config
 from finetune_trainer.models.adapters import ADAPTER_WEIGHTS, head_modules
 from finetune_trainer.models.loading import resolve_model, weights_digest
 from finetune_trainer.tasks.heads import adopt_padding, name_labels
-from finetune_trainer.tasks.task_protocol import Labels, TaskModule
+from finetune_trainer.tasks.task_protocol import Head, Labels
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -127,15 +127,15 @@ class _Adapter:
         )
 
 
-def load_adapted(job: TrainerJob, task: TaskModule, precision: InferencePrecision) -> AdaptedModel:
+def load_adapted(job: TrainerJob, head: Head, precision: InferencePrecision) -> AdaptedModel:
     """Load the job's model and the adapters that it serves. StageErrors of the model, and MODEL `AdapterRefused`."""
     assert job.serving is not None
     name, arguments = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
     found = [_read(adapter, job.task) for adapter in job.serving.adapters]
     dtype = TORCH_TYPES[precision]
-    model, missing = task.load_incomplete(job, name, arguments, dtype)
+    model, missing = head.load_incomplete(job, name, arguments, dtype)
     adopt_padding(job, model)
-    base_labels = None if missing else task.model_labels(model.config)
+    base_labels = None if missing else head.model_labels(model.config)
     if not job.serving.serves_model:
         base_labels = None
     elif base_labels is None:
@@ -146,7 +146,7 @@ def load_adapted(job: TrainerJob, task: TaskModule, precision: InferencePrecisio
     for at, adapter in enumerate(found):
         _refuse_other_base(adapter, digest, missing)
         whole, outputs = _inserted(model, whole, _inner_name(at), adapter)
-        labels = _labels(adapter, task, model, outputs)
+        labels = _labels(adapter, head, model, outputs)
         adapters[adapter.name] = LoadedAdapter(labels, _revision(adapter.folder))
         log.info("Adapter %s is loaded from %s.", adapter.name, adapter.folder)
     cast(nn.Module, model).to(dtype).requires_grad_(requires_grad=False)
@@ -315,7 +315,7 @@ def _fit_heads(whole: nn.Module, name: str, adapter: _Adapter) -> int | None:
     return outputs
 
 
-def _labels(adapter: _Adapter, task: TaskModule, model: PreTrainedModel, outputs: int | None) -> Labels:
+def _labels(adapter: _Adapter, head: Head, model: PreTrainedModel, outputs: int | None) -> Labels:
     """Return the labels of the adapter's head: those of its training if they are known, else as transformers would name
     them. StageError MODEL `AdapterRefused` if their number is not that of the head's outputs.
     """
@@ -326,7 +326,7 @@ def _labels(adapter: _Adapter, task: TaskModule, model: PreTrainedModel, outputs
     if adapter.card is None and outputs is not None and config.num_labels != outputs:
         name_labels(config, [f"LABEL_{at}" for at in range(outputs)])
         log.warning("Adapter %s does not name its %d labels: they are LABEL_0 and so on.", adapter.name, outputs)
-    labels = task.model_labels(config)
+    labels = head.model_labels(config)
     if labels is None:
         raise adapter.refused(f"{type(model).__name__} has no head for the task", "Name the model's task.")
     if outputs is not None and config.num_labels != outputs:

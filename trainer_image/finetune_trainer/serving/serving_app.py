@@ -21,7 +21,6 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from finetune_contract.layout import METRICS_PATH
-from finetune_trainer.predict.answering import Answerer
 from finetune_trainer.serving import page as page_of
 from finetune_trainer.serving.protocols import hugging_face_json, open_inference
 from finetune_trainer.serving.protocols.binary_tensors import (
@@ -33,7 +32,6 @@ from finetune_trainer.serving.protocols.binary_tensors import (
     with_decoded_inputs,
 )
 from finetune_trainer.serving.protocols.http_json import json_response, parameters_of, parsed_json, read_body, read_json
-from finetune_trainer.serving.protocols.openai_handlers import TASKS as OPENAI_TASKS
 from finetune_trainer.serving.protocols.openai_handlers import OpenAIHandlers
 from finetune_trainer.serving.protocols.openapi_document import openapi_document
 from finetune_trainer.serving.queue_client import QueueClient
@@ -173,8 +171,9 @@ class _Handlers:
             ("GET", METRICS_PATH, self.metrics),
             ("GET", "/openapi.json", self.openapi),
         ]
-        if self._engine.job.task in OPENAI_TASKS:
-            openai = OpenAIHandlers(self._state, self._queue, self._writes)
+        chats = self._engine.description.chat_role
+        if chats is not None:
+            openai = OpenAIHandlers(self._state, self._queue, writes=self._writes, chats=chats)
             found += [
                 ("GET", "/v1/models", openai.models),
                 ("POST", "/v1/completions", openai.completions),
@@ -226,10 +225,11 @@ class _Handlers:
         engine, revision = self._engine, self._state.revision_of(name)
         answerer = engine.models[name].answerer
         roles = sorted(answerer.requested.columns.model_dump(exclude_none=True))
-        schema = answerer.encoder.task.answer_schema(answerer.labels)
+        schema = engine.description.answer_schema(answerer.labels)
         kinds = [(field.name, "FP64" if str(field.type) == "double" else "BYTES") for field in schema]
         facts = {"task": engine.job.task, "labels": list(answerer.labels.names), "revision": revision}
-        facts |= self._facts_of_page(answerer)
+        # Inputs and outputs beyond the task, for the page and other clients.
+        facts |= engine.description.served_facts(answerer.labels, engine.columns, engine.tokenizer)
         return {
             "name": name,
             "versions": [revision],
@@ -239,19 +239,6 @@ class _Handlers:
             "properties": facts,
             "parameters": facts,
         }
-
-    def _facts_of_page(self, answerer: Answerer) -> dict[str, Any]:
-        """Return inputs and outputs beyond the task, for the page and other clients."""
-        job, tokenizer = self._engine.job, self._engine.tokenizer
-        facts: dict[str, Any] = {}
-        if job.task == "text-classification":
-            facts["label_form"] = answerer.labels.form
-            facts["pairs"] = job.dataset is not None and job.dataset.columns.text_pair is not None
-        elif job.task == "masked-lm":
-            facts["mask_token"] = tokenizer.mask_token
-        elif job.task in ("text-generation", "preference-tuning"):
-            facts["chat"] = tokenizer.chat_template is not None
-        return facts
 
     async def metadata(self, request: Request) -> Response:
         """Task, labels, revision, inputs and outputs of the model."""
@@ -304,11 +291,7 @@ class _Handlers:
     @property
     def _writes(self) -> str:
         """Role of a prompt."""
-        task = self._engine.job.task
-        dataset = self._engine.job.dataset
-        if task == "text-generation" and (dataset is None or dataset.columns.source is None):
-            return "text"
-        return {"masked-lm": "text", "preference-tuning": "prompt"}.get(task, "source")
+        return self._engine.description.prompt_role(self._engine.columns)
 
 
 def settle_access_log() -> None:

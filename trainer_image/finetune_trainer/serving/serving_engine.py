@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from finetune_contract.choices import WRITING_TASKS
+from finetune_contract.data_settings import Columns
 from finetune_contract.inference_settings import CPU_BATCH_TOKENS, Generation, Prediction, Serving
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
@@ -25,7 +26,7 @@ from finetune_trainer.data.prepared import POSITION, FeatureBatch, FeatureSet, P
 from finetune_trainer.data.row_shards import ShardKey
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.predict.answering import Answerer, RequestedColumns, coding_of, seed_of
-from finetune_trainer.predict.backends.served_backend import plain_answerer, rung_to_serve, served_rung, warm_row
+from finetune_trainer.predict.backends.served_backend import plain_answerer, rung_to_serve, served_rung
 from finetune_trainer.predict.runner import settle, used_model, weights_version
 from finetune_trainer.prepare.prepare import labels_of_model
 from finetune_trainer.prepare.shards import Encoder
@@ -33,7 +34,7 @@ from finetune_trainer.scripts.trained import job_of_trained_model
 from finetune_trainer.serving.request_rows import Form, RequestError, Row, input_forms
 from finetune_trainer.serving.stop_texts import first_stop
 from finetune_trainer.serving.watched_writing import WatchedWriting
-from finetune_trainer.tasks.task_protocol import Labels
+from finetune_trainer.tasks.task_protocol import Description, Labels
 from finetune_trainer.tasks.task_registry import task_of
 from finetune_trainer.tasks.writing import WRITTEN, ends, watch
 
@@ -126,13 +127,13 @@ class ServingEngine:
         if serving.adapters:
             from finetune_trainer.serving.served_adapters import load_adapted  # imports torch: the server listens first
 
-            self._adapted = adapted = load_adapted(job, task, serving.precision)
+            self._adapted = adapted = load_adapted(job, task.head, serving.precision)
             settle(adapted.model, serving.device)
             plain = plain_answerer(job, adapted.model, Labels(), encoder)
             self.models = _served(serving.model_name, replace(plain, settled=True), adapted)
             return
         model, _ = used_model(job, paths, serving.precision)
-        labels = labels_of_model(job, task, model.config)
+        labels = labels_of_model(job, task.head, model.config)
         plain = plain_answerer(job, model, labels, encoder)
         _, forward = served_rung(plain, _writable(paths), version, judged)
         settle(model, serving.device)
@@ -160,6 +161,16 @@ class ServingEngine:
         return self.job.task in WRITING_TASKS
 
     @property
+    def description(self) -> Description:
+        """Part of the task that describes rows and answers."""
+        return task_of(self.job).description
+
+    @property
+    def columns(self) -> Columns:
+        """Columns of the job's data set."""
+        return self.job.dataset.columns if self.job.dataset else Columns()
+
+    @property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         return self.answerer.encoder.coding.tokenizer
@@ -171,7 +182,7 @@ class ServingEngine:
 
     def warm_up(self) -> float:
         """Answer batches of one row and of several, one with each adapter, and return the seconds per padded token."""
-        row = warm_row(self.job, self.answerer.encoder)
+        row = self.description.warm_row(self.tokenizer)
         few = Generation(max_new_tokens=min(4, self.generation.max_new_tokens))
         form = Form(tuple(row), few if self.writes else self.generation)
         for name in self.names[1:]:
@@ -187,10 +198,10 @@ class ServingEngine:
     def encode(self, form: Form, rows: Sequence[Row]) -> list[EncodedRow]:
         """Tokenise rows. StageError DATA for the first row that the task rejects."""
         answerer = self._answerer(form)
-        task, columns = answerer.encoder.task, answerer.requested.columns
+        encoding, columns = answerer.encoder.task.encoding, answerer.requested.columns
         table = pa.Table.from_pylist(rows)
-        task.check(RawSplit("", "the request", table, one_row=len(rows) == 1), columns, "inputs")
-        features, _ = answerer.encoder.features(table, task.inputs(columns))
+        encoding.check(RawSplit("", "the request", table, one_row=len(rows) == 1), columns, "inputs")
+        features, _ = answerer.encoder.features(table, encoding.inputs(columns))
         extra = form.generation.max_new_tokens if self.writes else 0
         encoded: list[EncodedRow] = []
         for batch in features.batches:
@@ -211,7 +222,7 @@ class ServingEngine:
         answerer = self._answerer(form)
         table = pa.Table.from_pylist([each.row for each in rows])
         features = FeatureSet.of(each.features.part(each.first, each.last, at) for at, each in enumerate(rows))
-        split = answerer.split(table, features, answerer.encoder.task.inputs(answerer.requested.columns))
+        split = answerer.split(table, features, answerer.encoder.task.encoding.inputs(answerer.requested.columns))
         if writing is None:
             self._use(form)
             found: list[dict[str, Any]] = answerer.predicted(_KEY, split, NoProgress()).to_pylist()
@@ -234,9 +245,7 @@ class ServingEngine:
             finally:
                 watch.reset(before)
             writing.finish([answers[each[-1]] for each in split.features_by_row])
-            found: list[dict[str, Any]] = answerer.encoder.task.predictions(
-                answers, split, slice(0, split.rows)
-            ).to_pylist()
+            found: list[dict[str, Any]] = self.description.predictions(answers, split, slice(0, split.rows)).to_pylist()
         for at, row in enumerate(found if form.stop else ()):
             if (end := first_stop(row[WRITTEN], form.stop)) is not None:
                 row[WRITTEN] = row[WRITTEN][:end]

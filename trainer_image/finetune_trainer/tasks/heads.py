@@ -9,16 +9,11 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.models.loading import load_error, load_tokenizer, resolve_model
+from finetune_trainer.tasks.task_protocol import Head
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
     from transformers import PretrainedConfig, PreTrainedModel
-
-    from finetune_trainer.data.prepared import PreparedData, PreparedSplit
-    from finetune_trainer.tasks.class_figures import Confusion
-    from finetune_trainer.tasks.task_protocol import Answer, Objective, Writer
 
 
 def labels_of(config: PretrainedConfig, head: str) -> tuple[str, ...] | None:
@@ -35,22 +30,11 @@ def name_labels(config: PretrainedConfig, names: Sequence[str]) -> None:
     config.label2id = {name: i for i, name in enumerate(names)}
 
 
-class HeadModels:
-    """Part of a TaskModule that concerns its models."""
+class AutoHead(Head):
+    """Head of models that one of the Auto classes builds."""
 
     auto: str
     """Class of transformers that builds them, for example AutoModelForTokenClassification."""
-    packed: tuple[str, ...] = ()
-    writer: Writer | None = None
-    objective: Objective | None = None
-
-    def widths(self, prepared: PreparedData, role: str) -> NDArray[np.int64]:
-        """Return the widths of features that are one sequence each."""
-        return prepared.lengths(role)
-
-    def confusion(self, answers: Sequence[Answer], split: PreparedSplit) -> Confusion | None:
-        """Return None: most answers are not one of a few classes."""
-        return None
 
     def refuse_packing(self, job: TrainerJob, config: PretrainedConfig) -> None:
         """Raise always: encoders read whole sequences."""

@@ -5,31 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from finetune_contract.choices import LabelForm
 from finetune_contract.data_settings import Columns
+from finetune_contract.facts import DataFacts
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.slices import NOT_LEARNT
-from finetune_trainer.tasks import heads
-from finetune_trainer.tasks.task_protocol import Answer, LabelPlace, Labels, Writer
-from finetune_trainer.tasks.writing import TEXT_SCHEMA, WRITTEN, DecoderWriter, surprising_rows, text_table, written
+from finetune_trainer.models.loading import load_config
+from finetune_trainer.tasks.heads import AutoHead, adopt_padding
+from finetune_trainer.tasks.task_protocol import Answer, Description, Encoding, Labels, Scoring
+from finetune_trainer.tasks.writing import TEXT_SCHEMA, surprising_rows, text_table, token_figures, written
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import torch
-    from numpy.typing import NDArray
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune_trainer.data.prepared import PreparedSplit
 
 
-class LanguageTask(heads.HeadModels):
-    """Part of a TaskModule that does not depend on the model's architecture."""
+class LanguageEncoding(Encoding):
+    """Rows whose features hold the tokens to learn as `labels`."""
+
+    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """Count the learnt tokens."""
+        return int(batch["labels"].ne(NOT_LEARNT).sum())
+
+
+class LanguageHead(AutoHead):
+    """Head whose outputs are the vocabulary: there are no labels."""
 
     of_checkpoints: str
     """Table of `transformers.models.auto.modeling_auto` with the classes of checkpoints that have the task's head."""
-
-    def count_labels(self, targets: NDArray[Any], labels: Labels) -> dict[str, int]:
-        """Return no counts: there are no labels."""
-        return {}
 
     def model_labels(self, config: PretrainedConfig) -> Labels | None:
         """Return labels without names, for a checkpoint that has the head."""
@@ -43,42 +48,55 @@ class LanguageTask(heads.HeadModels):
         model: PreTrainedModel = self._class().from_config(config)
         return model
 
-    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Count the learnt tokens."""
-        return int(batch["labels"].ne(NOT_LEARNT).sum())
-
-    def baseline(self, split: PreparedSplit) -> dict[str, float]:
-        """Return no metrics: an answer that ignores the input would be another model."""
-        return {}
+    def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """Build the model; a head that the checkpoint lacks is drawn."""
+        return self.built(job, load_config(job), dtype)
 
 
-class DecoderTask(LanguageTask):
-    """Shared part of decoders: their features hold the tokens to learn as `labels`, and they continue the first
-    `prompt` tokens of a feature.
+class DecoderHead(LanguageHead):
+    """Head of decoders, which continue the first `prompt` tokens of a feature."""
+
+    auto = "AutoModelForCausalLM"
+    of_checkpoints = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+
+    def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """Build the model with a padding token."""
+        model = super().build_model(job, facts, dtype=dtype)
+        adopt_padding(job, model)
+        return model
+
+
+class LanguageScoring(Scoring):
+    """Answers that hold the loss of each learnt token. An answer that ignores the input would be another model, so
+    there is no baseline.
     """
 
-    auto: str = "AutoModelForCausalLM"
-    of_checkpoints: str = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
-    smooths_labels: Mapping[LabelForm | None, LabelPlace] = {}
-    answer_columns: frozenset[str] = frozenset({WRITTEN})
-    writer: Writer | None = DecoderWriter()
+    def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
+        """See `token_figures`: of a row with a prompt only completions and replies are learnt."""
+        return token_figures(answers)
 
-    def judged(self, columns: Columns) -> dict[str, str]:
-        """Return no columns: the text to write is in the features."""
-        return {}
+    def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
+        """Return the rows whose learnt tokens have the highest loss."""
+        return surprising_rows(answers, split, most)
 
-    def labelled(self, split: PreparedSplit) -> bool:
-        """Return whether there are tokens to learn."""
-        return "labels" in split.columns
+
+class TextDescription(Description):
+    """Predictions that are one text for each row: a summary, or the continuation of a text, a prompt or a conversation
+    before its last reply.
+    """
 
     def answer_schema(self, labels: Labels) -> pa.Schema:
         """Return the schema of `generated_text`, whatever the labels."""
         return TEXT_SCHEMA
 
     def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
-        """Return `generated_text`: the continuation of a text, a prompt or a conversation before its last reply."""
+        """Return `generated_text`."""
         return text_table(written(answers, split.features_by_row[rows]))
 
-    def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
-        """Return the rows of the highest perplexity: evaluation rates the given text, and writes none."""
-        return surprising_rows(answers, split, most)
+
+class DecoderDescription(TextDescription):
+    """Predictions of decoders, which may know conversations."""
+
+    def served_facts(self, labels: Labels, columns: Columns, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Return whether the tokenizer has a chat template."""
+        return {"chat": tokenizer.chat_template is not None}

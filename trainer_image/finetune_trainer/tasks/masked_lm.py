@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pyarrow as pa
 
-from finetune_contract.choices import LabelForm, Stage
+from finetune_contract.choices import Stage
 from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts
 from finetune_contract.inference_settings import Generation
@@ -23,26 +23,25 @@ from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
-from finetune_trainer.models.loading import load_config
 from finetune_trainer.tasks.encoding import never_empty
-from finetune_trainer.tasks.language import LanguageTask
+from finetune_trainer.tasks.language import LanguageEncoding, LanguageHead, LanguageScoring
 from finetune_trainer.tasks.padding import padded
-from finetune_trainer.tasks.row_checks import not_set, refuse_not_text, refuse_other_columns
+from finetune_trainer.tasks.row_checks import needed_columns, refuse_not_text
 from finetune_trainer.tasks.task_protocol import (
     DRAW,
     Answer,
     Card,
     Coding,
+    Description,
     Encoded,
     Feature,
-    LabelPlace,
     Labels,
     Targets,
-    Writer,
+    TaskParts,
     labels_of,
 )
 from finetune_trainer.tasks.windows import made_ready
-from finetune_trainer.tasks.writing import padding_token, surprising_rows, token_figures, token_nlls
+from finetune_trainer.tasks.writing import padding_token, token_nlls
 
 if TYPE_CHECKING:
     import torch
@@ -90,38 +89,27 @@ class MaskFiller:
         return answers
 
 
-class MaskedLm(LanguageTask):
-    """The TaskModule of `masked-lm`.
+def masked_lm() -> TaskParts:
+    """Return the parts of `masked-lm`.
 
     A feature has `input_ids`, `fresh` (1 for tokens that may be predicted: no special ones, and none that the window
     before has, too) and, in training, `mask` and `vocabulary`, from which tokens are drawn. An answer has `nll`
     and `hit`, one for each predicted token, or `tokens` and `scores` of masks.
     """
+    return TaskParts(_Encoding(), _Head(), _Scoring(), _Description(), MaskFiller())
 
-    auto: str = "AutoModelForMaskedLM"
-    of_checkpoints: str = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
-    metrics: Mapping[LabelForm | None, tuple[str, ...]] = METRICS["masked-lm"]
-    smooths_labels: Mapping[LabelForm | None, LabelPlace] = {None: "same"}
-    answer_columns: frozenset[str] = frozenset({"masks"})
-    writer: Writer | None = MaskFiller()
 
-    # --------------------------------------------------------------------------------------------------------- data
+class _Encoding(LanguageEncoding):
+    windows = True
 
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
         """Return the column of the text."""
-        if columns.text is None:
-            raise not_set(f"{setting}.columns.text", "the column that holds the text")
-        refuse_other_columns(columns, setting, ("text",), "masked-lm reads text")
-        return (ColumnNeed(f"{setting}.columns.text", columns.text),)
+        return needed_columns(columns, setting, {"text": "the text"}, "masked-lm reads text")
 
     def inputs(self, columns: Columns) -> dict[str, str]:
         """Return `text`."""
         assert columns.text is not None
         return {"text": columns.text}
-
-    def judged(self, columns: Columns) -> dict[str, str]:
-        """Return no columns: the tokens are in the features."""
-        return {}
 
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
         """Check that every text exists and is text."""
@@ -175,13 +163,16 @@ class MaskedLm(LanguageTask):
         masked = [_masked(feature) for feature in features] if "mask" in features[0] else features
         return padded(masked, {"input_ids": pad_token_id, "labels": NOT_LEARNT})
 
-    # ------------------------------------------------------------------------------------------------------- models
 
-    def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """Build the model; a head that the checkpoint lacks is drawn."""
-        return self.built(job, load_config(job), dtype)
+class _Head(LanguageHead):
+    auto = "AutoModelForMaskedLM"
+    of_checkpoints = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
+    label_place = "same"
 
-    # ------------------------------------------------------------------------------------------------------ results
+
+class _Scoring(LanguageScoring):
+    metrics = METRICS["masked-lm"]
+    learnt = "mask"
 
     def answer(
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
@@ -190,14 +181,8 @@ class MaskedLm(LanguageTask):
         outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
         return token_nlls([(outputs.logits, batch["labels"])])
 
-    def labelled(self, split: PreparedSplit) -> bool:
-        """Return whether tokens are to be predicted."""
-        return "mask" in split.columns
 
-    def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
-        """See `token_figures`."""
-        return token_figures(answers)
-
+class _Description(Description):
     def answer_schema(self, labels: Labels) -> pa.Schema:
         """Return the schema of `masks`, whatever the labels."""
         return pa.schema([("masks", pa.list_(pa.list_(_CANDIDATE)))])
@@ -216,6 +201,14 @@ class MaskedLm(LanguageTask):
             )
         return pa.table({"masks": found}, schema=self.answer_schema(labels_of(split.facts)))
 
+    def warm_row(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Return a text with a mask token."""
+        return {"text": f"The server {tokenizer.mask_token} up."}
+
+    def served_facts(self, labels: Labels, columns: Columns, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Return the mask token."""
+        return {"mask_token": tokenizer.mask_token}
+
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
         """Describe use by the pipeline."""
         return Card(
@@ -226,10 +219,6 @@ class MaskedLm(LanguageTask):
             baseline="nothing",
             tag="fill-mask",
         )
-
-    def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
-        """Return the rows whose masked tokens have the highest loss."""
-        return surprising_rows(answers, split, most)
 
 
 def seed_words(draw: Sequence[int], ids: NDArray[np.int64]) -> NDArray[np.uint32]:

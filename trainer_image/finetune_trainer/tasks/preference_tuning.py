@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune_contract.choices import LabelForm
 from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts
 from finetune_contract.metrics import METRICS
 from finetune_contract.trainer_job import Preference, TrainerJob
 from finetune_trainer.core.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
-from finetune_trainer.models.loading import load_config
-from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.conversations import ASSISTANT, conversation, require_template
 from finetune_trainer.tasks.encoding import completions, prompts
-from finetune_trainer.tasks.language import DecoderTask
+from finetune_trainer.tasks.language import DecoderDescription, DecoderHead
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.row_checks import (
     is_list,
@@ -42,12 +39,14 @@ from finetune_trainer.tasks.task_protocol import (
     Card,
     Coding,
     Encoded,
+    Encoding,
     Feature,
     Labels,
-    Objective,
+    Scoring,
     Targets,
+    TaskParts,
 )
-from finetune_trainer.tasks.writing import judged, logits_at
+from finetune_trainer.tasks.writing import DecoderWriter, judged, logits_at
 
 if TYPE_CHECKING:
     import torch
@@ -61,23 +60,19 @@ _COLUMNS = ("prompt", *_ANSWERS)
 _READS = "preference-tuning reads prompt, chosen and rejected"
 
 
-class PreferenceTuning(DecoderTask):
-    """The TaskModule of `preference-tuning`.
+def preference_tuning(settings: Preference) -> TaskParts:
+    """Return the parts of `preference-tuning`.
 
     A feature is a pair: `input_ids` has the prompt with the chosen answer, followed by the prompt with the rejected
     one, `chosen` the number of tokens of the former, `prompt` the number of tokens of the prompt; `labels` are the
     tokens of the answers, elsewhere -100. Without answers the feature is the prompt. An answer has the log-likelihoods
     of the two, in nats (`chosen`, `rejected`), or `generated_text`.
     """
+    beta = settings.beta
+    return TaskParts(_Encoding(), _Head(beta), _Scoring(beta), _Description(), DecoderWriter())
 
-    metrics: Mapping[LabelForm | None, tuple[str, ...]] = METRICS["preference-tuning"]
 
-    def __init__(self, settings: Preference) -> None:
-        self._beta = settings.beta
-        self.objective: Objective | None = DirectPreference(settings.beta)
-
-    # --------------------------------------------------------------------------------------------------------- data
-
+class _Encoding(Encoding):
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
         """Return the columns to read; the answers are not read where they are to be written."""
         refuse_other_columns(columns, setting, _COLUMNS, _READS)
@@ -140,7 +135,7 @@ class PreferenceTuning(DecoderTask):
     def widths(self, prepared: PreparedData, role: str) -> NDArray[np.int64]:
         """Return the widths: both sequences of a pair are padded to the longer one."""
         split, lengths = prepared.of(role), prepared.lengths(role)
-        if not self.labelled(split):
+        if "chosen" not in split.columns:
             return lengths
         chosen: NDArray[np.int64] = split.numbers("chosen")
         longer: NDArray[np.int64] = np.maximum(chosen, lengths - chosen)
@@ -159,14 +154,24 @@ class PreferenceTuning(DecoderTask):
                 batch[name] = torch.tensor([float(feature[name]) for feature in features])
         return batch
 
-    # ------------------------------------------------------------------------------------------------------- models
+    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """Count the pairs."""
+        return len(batch["input_ids"]) // 2
+
+
+class _Head(DecoderHead):
+    def __init__(self, beta: float) -> None:
+        self.objective = DirectPreference(beta)
+
+    def identity(self, job: TrainerJob) -> dict[str, Any]:
+        """Return `preference`."""
+        return {"preference": job.preference.model_dump(mode="json")}
 
     def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """Build the model without dropout, whose effect would count as a difference from the reference."""
         import torch
 
-        model = self.built(job, load_config(job), dtype)
-        heads.adopt_padding(job, model)
+        model = super().build_model(job, facts, dtype=dtype)
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
@@ -174,11 +179,12 @@ class PreferenceTuning(DecoderTask):
                 setattr(module, "attention_dropout", 0.0)  # noqa: B010  # mypy takes it for a submodule
         return model
 
-    # ------------------------------------------------------------------------------------------------------ results
 
-    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Count the pairs."""
-        return len(batch["input_ids"]) // 2
+class _Scoring(Scoring):
+    metrics = METRICS["preference-tuning"]
+
+    def __init__(self, beta: float) -> None:
+        self._beta = beta
 
     def answer(
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
@@ -212,6 +218,10 @@ class PreferenceTuning(DecoderTask):
             "rewards/chosen": float(chosen.mean()),
             "rewards/rejected": float(rejected.mean()),
         }
+
+
+class _Description(DecoderDescription):
+    text_role = chat_role = "prompt"
 
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
         """Describe use by the pipeline."""

@@ -20,7 +20,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from finetune_contract.choices import LabelForm
 from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass
@@ -46,21 +45,24 @@ from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.row_checks import (
     first_row,
     is_list,
-    not_set,
+    needed_columns,
     refuse_not_text,
-    refuse_other_columns,
     row_error,
 )
 from finetune_trainer.tasks.task_protocol import (
+    WARM_TEXT,
     Answer,
     Card,
     Coding,
+    Description,
     Encoded,
+    Encoding,
     Feature,
-    LabelPlace,
     Labels,
     Objective,
+    Scoring,
     Targets,
+    TaskParts,
     labels_of,
 )
 from finetune_trainer.tasks.windows import made_ready
@@ -68,11 +70,10 @@ from finetune_trainer.tasks.windows import made_ready
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune_trainer.data.prepared import PreparedSplit
 
-_COLUMNS = ("question", "context", "answers")
 _HEAD = "ForQuestionAnswering"
 NO_ANSWER = "no answer"
 """The only label: where it is known, questions may have no answer."""
@@ -101,35 +102,24 @@ class SpanLoss:
         return torch.stack(parts).mean()
 
 
-class QuestionAnswering(heads.HeadModels):
-    """The TaskModule of `question-answering`.
+def question_answering() -> TaskParts:
+    """Return the parts of `question-answering`.
 
     A target is a pair of a row's answers and the characters at which they begin. A feature has `start` and `end`, the
     answer's tokens, and the range of each token's characters in the paragraph, `first` and `last`, or -1. An answer has
     the logits `start` and `end` of each token.
     """
+    return TaskParts(_Encoding(), _Head(), _Scoring(), _Description())
 
-    auto: str = "AutoModelForQuestionAnswering"
-    metrics: Mapping[LabelForm | None, tuple[str, ...]] = METRICS["question-answering"]
-    smooths_labels: Mapping[LabelForm | None, LabelPlace] = {}
-    objective: Objective | None = SpanLoss()
-    answer_columns: frozenset[str] = frozenset({"answer", "score", "start", "end", "candidates"})
 
-    # --------------------------------------------------------------------------------------------------------- data
+class _Encoding(Encoding):
+    windows = True
 
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
         """Return the columns of question and paragraph, and of the answers when named."""
-        contents = {"question": "the question", "context": "the paragraph"}
-        for role, content in contents.items():
-            if getattr(columns, role) is None:
-                raise not_set(f"{setting}.columns.{role}", f"the column that holds {content}")
-        if labelled and columns.answers is None:
-            raise not_set(f"{setting}.columns.answers", "the column that holds the answers")
-        refuse_other_columns(columns, setting, _COLUMNS, "question-answering reads question, context and answers")
-        needs = [ColumnNeed(f"{setting}.columns.{role}", getattr(columns, role)) for role in contents]
-        if columns.answers is not None:
-            needs.append(ColumnNeed(f"{setting}.columns.answers", columns.answers, required=labelled))
-        return tuple(needs)
+        contents = {"question": "the question", "context": "the paragraph", "answers": "the answers"}
+        rule = "question-answering reads question, context and answers"
+        return needed_columns(columns, setting, contents, rule, target="answers", labelled=labelled)
 
     def inputs(self, columns: Columns) -> dict[str, str]:
         """Return `question` and `context`."""
@@ -224,7 +214,14 @@ class QuestionAnswering(heads.HeadModels):
             batch["end_positions"] = torch.tensor([int(feature["end"]) for feature in features])
         return batch
 
-    # ------------------------------------------------------------------------------------------------------- models
+    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """Count the windows."""
+        return len(batch["start_positions"])
+
+
+class _Head(heads.AutoHead):
+    auto = "AutoModelForQuestionAnswering"
+    objective = SpanLoss()
 
     def model_labels(self, config: PretrainedConfig) -> Labels | None:
         """Return the labels of a checkpoint with a head for spans: `NO_ANSWER` if it knows missing answers."""
@@ -243,11 +240,10 @@ class QuestionAnswering(heads.HeadModels):
         """Build an empty model with one output for starts and one for ends, whatever the labels."""
         return super().empty_model(config, 2)
 
-    # ------------------------------------------------------------------------------------------------------ results
 
-    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Count the windows."""
-        return len(batch["start_positions"])
+class _Scoring(Scoring):
+    metrics = METRICS["question-answering"]
+    learnt = "start"
 
     def answer(
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
@@ -258,10 +254,6 @@ class QuestionAnswering(heads.HeadModels):
         sizes = [len(feature["input_ids"]) for feature in features]
         return [{"start": starts[row, :size], "end": ends[row, :size]} for row, size in enumerate(sizes)]
 
-    def labelled(self, split: PreparedSplit) -> bool:
-        """Return whether questions have answers."""
-        return "start" in split.columns
-
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
         """Return the mean cross-entropy of start and end over windows in nats, as models compute it; exact match and F1
         of SQuAD, between 0 and 1: for a row without an answer both are 1 if none was given.
@@ -270,7 +262,7 @@ class QuestionAnswering(heads.HeadModels):
             (span_nll(answer["start"], start) + span_nll(answer["end"], end)) / 2
             for answer, start, end in zip(answers, split.numbers("start"), split.numbers("end"), strict=True)
         ]
-        predicted = [best.text for best in self._decided(answers, split, slice(None))]
+        predicted = [best.text for best in _decided(answers, split, slice(None))]
         return {"loss": float(np.mean(losses)), **measured(predicted, gold_span(split))}
 
     def baseline(self, split: PreparedSplit) -> dict[str, float]:
@@ -280,6 +272,24 @@ class QuestionAnswering(heads.HeadModels):
         gold = gold_span(split)
         return measured([""] * len(gold), gold)
 
+    def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
+        """Return the most confident wrong answers (at most half), then the first right ones."""
+        gold = gold_span(split)
+        decided = list(_decided(answers, split, slice(None)))
+        right = np.array([measured([e.text], [g])["exact_match"] == 1.0 for e, g in zip(decided, gold, strict=True)])
+        wrong = np.where(right, 0.0, [each.share for each in decided])
+        return [
+            {
+                "row": row,
+                "label": " | ".join(dict.fromkeys(gold[row])) or NO_ANSWER,
+                "predicted": decided[row].text or NO_ANSWER,
+                "score": decided[row].share,
+            }
+            for row in informative_rows(wrong, most)
+        ]
+
+
+class _Description(Description):
     def answer_schema(self, labels: Labels) -> pa.Schema:
         """Return the schema of `answer`, `score`, `start`, `end` and `candidates`, whatever the labels."""
         return pa.schema(
@@ -296,7 +306,7 @@ class QuestionAnswering(heads.HeadModels):
         """Return `answer` (empty: none), its probability among the `candidates`, the characters where it begins and
         ends, and the best candidates.
         """
-        decided = list(self._decided(answers, split, rows))
+        decided = list(_decided(answers, split, rows))
         columns = {
             "answer": [each.text for each in decided],
             "score": [each.share for each in decided],
@@ -306,44 +316,33 @@ class QuestionAnswering(heads.HeadModels):
         }
         return pa.table(columns, schema=self.answer_schema(labels_of(split.facts)))
 
+    def warm_row(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Return a question and its paragraph."""
+        return {"question": "What warms up?", "context": WARM_TEXT}
+
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
         """Describe use with the model itself: transformers has no pipeline for spans any more."""
         return Card(
             use=_USE.format(max_length=facts.max_length),
-            auto=self.auto,
+            auto=_Head.auto,
             long_rows=f"Longer paragraphs were cut into windows of {facts.max_length} tokens that overlap.",
             counted="rows",
             baseline="never answering",
         )
 
-    def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
-        """Return the most confident wrong answers (at most half), then the first right ones."""
-        gold = gold_span(split)
-        decided = list(self._decided(answers, split, slice(None)))
-        right = np.array([measured([e.text], [g])["exact_match"] == 1.0 for e, g in zip(decided, gold, strict=True)])
-        wrong = np.where(right, 0.0, [each.share for each in decided])
-        return [
-            {
-                "row": row,
-                "label": " | ".join(dict.fromkeys(gold[row])) or NO_ANSWER,
-                "predicted": decided[row].text or NO_ANSWER,
-                "score": decided[row].share,
-            }
-            for row in informative_rows(wrong, most)
-        ]
 
-    def _decided(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> Iterator[ChosenAnswer]:
-        """Yield the answer to each of some rows."""
-        may_be_none = NO_ANSWER in split.facts.labels
-        chosen = range(*rows.indices(split.rows))
-        contexts = split.raw_values(split.inputs["context"], rows)
-        for row, context in zip(chosen, contexts, strict=True):
-            spans: list[Span] = []
-            none = np.inf
-            for at in split.features_by_row[row]:
-                spans += spans_of(answers[at], split.list_of("first", at), split.list_of("last", at))
-                none = min(none, float(answers[at]["start"][0] + answers[at]["end"][0]))
-            yield chosen_answer(spans, none if may_be_none else None, context)
+def _decided(answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> Iterator[ChosenAnswer]:
+    """Yield the answer to each of some rows."""
+    may_be_none = NO_ANSWER in split.facts.labels
+    chosen = range(*rows.indices(split.rows))
+    contexts = split.raw_values(split.inputs["context"], rows)
+    for row, context in zip(chosen, contexts, strict=True):
+        spans: list[Span] = []
+        none = np.inf
+        for at in split.features_by_row[row]:
+            spans += spans_of(answers[at], split.list_of("first", at), split.list_of("last", at))
+            none = min(none, float(answers[at]["start"][0] + answers[at]["end"][0]))
+        yield chosen_answer(spans, none if may_be_none else None, context)
 
 
 def _without_targets(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -397,7 +396,7 @@ def _answer_tokens(
     """Return the first and the last token of a row's first answer in each of its windows, or the window's first token
     twice where it lacks tokens of the answer. None for an answer that has no token in any window.
 
-    `windows`: the first and the last character of each token, see `QuestionAnswering`. A blank at the edge of an
+    `windows`: the first and the last character of each token, see `question_answering`. A blank at the edge of an
     answer, and a character that the tokenizer drops, belong to no token, and are not missed.
     """
     if not texts:
@@ -425,6 +424,7 @@ def _answer_tokens(
 
 def _answers(split: RawSplit, columns: Columns) -> NDArray[Any]:
     """Return texts and starts of each row's answers; raise StageError DATA for those that their paragraph lacks."""
+    assert columns.context is not None
     assert columns.answers is not None
     path, column = "dataset.columns.answers", columns.answers
     table = split.table
@@ -434,7 +434,7 @@ def _answers(split: RawSplit, columns: Columns) -> NDArray[Any]:
     if texts is None or starts is None or not (is_list(texts) and is_list(starts)):
         rule = f"the column is of type {values.type}, not {{text: [...], answer_start: [...]}} as in SQuAD"
         raise row_error("NotAnswers", split, 0, path, column, values[0].as_py(), rule)
-    contexts = table[QuestionAnswering().inputs(columns)["context"]].to_pylist()
+    contexts = table[columns.context].to_pylist()
     found = np.empty(len(values), object)
     for row, (each, context) in enumerate(zip(values.to_pylist(), contexts, strict=True)):
         answer_texts, places = ((each or {}).get(name) or [] for name in ("text", "answer_start"))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic.alias_generators import to_camel
 
 from finetune_contract.data_settings import Columns
 from finetune_contract.layout import FailureClass
 from finetune_trainer.core.failures import StageError
-from finetune_trainer.data.sources import RawSplit
+from finetune_trainer.data.sources import ColumnNeed, RawSplit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -52,6 +53,32 @@ def refuse_other_columns(columns: Columns, setting: str, own: Collection[str], r
             raise StageError(
                 FailureClass.CONFIG, "ColumnOfAnotherTask", f"{path} is {value!r}; {rule}.", f"Leave {path} out."
             )
+
+
+def needed_columns(
+    columns: Columns,
+    setting: str,
+    contents: Mapping[str, str | None],
+    rule: str,
+    *,
+    target: str | None = None,
+    labelled: bool = True,
+) -> tuple[ColumnNeed, ...]:
+    """Return the columns to read. `contents`: role -> what its column holds, None for one that need not be named;
+    `target`: the role that is needed only when `labelled`.
+
+    Raise StageError CONFIG for a missing column, and as `refuse_other_columns`.
+    """
+    for role, content in contents.items():
+        if content is not None and getattr(columns, role) is None and (labelled or role != target):
+            raise not_set(f"{setting}.columns.{role}", f"the column that holds {content}")
+    refuse_other_columns(columns, setting, contents, rule)
+    named = ((role, getattr(columns, role)) for role in contents)
+    return tuple(
+        ColumnNeed(f"{setting}.columns.{to_camel(role)}", name, required=labelled or role != target)
+        for role, name in named
+        if name is not None
+    )
 
 
 def first_row(values: pa.ChunkedArray, is_wrong: Callable[[pa.Array], pa.Array]) -> int | None:

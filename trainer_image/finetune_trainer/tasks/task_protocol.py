@@ -38,6 +38,7 @@ LabelPlace: TypeAlias = Literal["same", "next", "decoder"]
 """Place of a label: that of its logits; that of the token after its logits; or that of its logits in a decoder, which
 reads the labels before.
 """
+WARM_TEXT = "The server warms up with a sentence of a few words before it takes requests."
 REFERENCE = "reference_"
 """Prefix of the reference's values, see `Objective`, in answers, features and batches."""
 
@@ -148,25 +149,15 @@ class Writer(Protocol):
         """Return the model's text for each of `features`, as `generated_text`."""
 
 
-class TaskModule(Protocol):
-    """One task."""
+class Encoding(Protocol):
+    """Rows of a task: their columns, targets and features."""
 
-    metrics: Mapping[LabelForm | None, tuple[str, ...]]
-    """Form of the labels -> metrics of `score` besides the loss, by their Hugging Face names, without `eval_`."""
-    smooths_labels: Mapping[LabelForm | None, LabelPlace]
-    """Forms of labels whose loss is over classes, which can be smoothed, and the place of their logits."""
-    answer_columns: frozenset[str]
-    """Names of the columns of `predictions`."""
-    packed: tuple[str, ...]
+    windows: bool = False
+    """True if a row that is longer than a feature becomes several features; False: it is cut."""
+    packed: tuple[str, ...] = ()
     """Columns of features, as long as `input_ids`, that a pack concatenates (see `data/packing.py`); empty for tasks
     whose features cannot share a sequence.
     """
-    writer: Writer | None
-    """Text generation, for tasks whose answers are generated text."""
-    objective: Objective | None
-    """Loss to minimise; None: the model's own."""
-
-    # --------------------------------------------------------------------------------------------------------- data
 
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
         """Return the raw columns to read; `setting` is the data source's path. Targets are required when `labelled`."""
@@ -176,6 +167,7 @@ class TaskModule(Protocol):
 
     def judged(self, columns: Columns) -> dict[str, str]:
         """Return role of each further column that `score` needs -> its name in the data."""
+        return {}
 
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
         """Raise StageError DATA for the first row with inputs that the task cannot use."""
@@ -188,19 +180,46 @@ class TaskModule(Protocol):
 
     def count_labels(self, targets: NDArray[Any], labels: Labels) -> dict[str, int]:
         """Return label name -> its count; empty for tasks without labels."""
+        return {}
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
         """Encode rows (keyed as `inputs`), and their targets where they are known."""
+
+    def in_windows(self, columns: Columns) -> bool:
+        """Return `windows`, for tasks whose columns do not matter; `columns`: those of the job's data set."""
+        return self.windows
 
     def widths(self, prepared: PreparedData, role: str) -> NDArray[np.int64]:
         """Return the tokens that each feature takes in a batch of similar features: its own number, unless it is
         several sequences of different lengths.
         """
+        return prepared.lengths(role)
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
         """Return the model's inputs: `input_ids`, `attention_mask` and the task's others, padded to the longest."""
 
-    # ------------------------------------------------------------------------------------------------------- models
+    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """Count the items of which a batch's loss is the mean."""
+
+
+class Head(Protocol):
+    """Models of a task, and the loss that their training minimises."""
+
+    label_place: LabelPlace | None = None
+    """Place of the labels whose loss is over classes, which can be smoothed; None: the task has no such labels."""
+    smoothed_form: LabelForm | None = None
+    """Form of these labels, for tasks with several forms."""
+    objective: Objective | None = None
+    """Loss to minimise; None: the model's own."""
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """Return the values that the objective compares with the reference; empty where it has none."""
+        return () if self.objective is None else self.objective.compares
+
+    def smooths(self, form: LabelForm | None) -> bool:
+        """Return whether labels of that form can be smoothed."""
+        return self.label_place is not None and form == self.smoothed_form
 
     def refuse_packing(self, job: TrainerJob, config: PretrainedConfig) -> None:
         """Raise StageError CONFIG `PackingNotSupported` when models of that config mix the rows of a pack."""
@@ -228,10 +247,18 @@ class TaskModule(Protocol):
     ) -> tuple[PreTrainedModel, frozenset[str]]:
         """Load a model as `load_model` does, and return also the names of the weights that its checkpoint lacks."""
 
-    # ------------------------------------------------------------------------------------------------------ results
+    def identity(self, job: TrainerJob) -> dict[str, Any]:
+        """Return the settings of the job beside `training` on which the course of training depends."""
+        return {}
 
-    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Count the items of which a batch's loss is the mean."""
+
+class Scoring(Protocol):
+    """Answers of a task's model, and what they are worth."""
+
+    metrics: Mapping[LabelForm | None, tuple[str, ...]]
+    """Form of the labels -> metrics of `score` besides the loss, by their Hugging Face names, without `eval_`."""
+    learnt: str = "labels"
+    """Column that only features with targets have."""
 
     def answer(
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
@@ -242,6 +269,7 @@ class TaskModule(Protocol):
 
     def labelled(self, split: PreparedSplit) -> bool:
         """Return whether the targets of a split are known."""
+        return self.learnt in split.columns
 
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
         """Return `loss` (without label smoothing) and `metrics` over a split whose targets are known."""
@@ -250,15 +278,7 @@ class TaskModule(Protocol):
         """Return the same metrics for the best answer that ignores the rows, for example always the most frequent
         label; empty where there is none.
         """
-
-    def answer_schema(self, labels: Labels) -> pa.Schema:
-        """Return names and types of the columns of `predictions` for a model with these labels."""
-
-    def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
-        """Return the task's own columns of the predictions for some of the split's rows, one schema for all."""
-
-    def card(self, job: TrainerJob, facts: DataFacts) -> Card:
-        """Return the task's part of the trained model's card."""
+        return {}
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
         """Return rows for the report: `row` (index among those of the split), `label` and `predicted` where the task
@@ -267,13 +287,56 @@ class TaskModule(Protocol):
 
     def confusion(self, answers: Sequence[Answer], split: PreparedSplit) -> Confusion | None:
         """Return counts of given classes by right class; None where an answer is not one of a few classes."""
+        return None
+
+
+class Description(Protocol):
+    """Predictions of a task's model for others: files, servers and the model card."""
+
+    text_role: str = "text"
+    """Role of a text that a request gives without a role, for tasks that read one text."""
+    chat_role: str | None = None
+    """Role of a conversation to continue, for tasks whose server has OpenAI's API; None: it has not."""
+
+    def answer_schema(self, labels: Labels) -> pa.Schema:
+        """Return names and types of the columns of `predictions` for a model with these labels."""
+
+    @property
+    def answer_columns(self) -> frozenset[str]:
+        """Return the names of the columns of `predictions`, whatever the labels."""
+        return frozenset(self.answer_schema(Labels()).names)
+
+    def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
+        """Return the task's own columns of the predictions for some of the split's rows, one schema for all."""
+
+    def card(self, job: TrainerJob, facts: DataFacts) -> Card:
+        """Return the task's part of the trained model's card."""
+
+    def prompt_role(self, columns: Columns) -> str:
+        """Return `text_role`, for tasks whose columns do not matter; `columns`: those of the job's data set."""
+        return self.text_role
+
+    def warm_row(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Return a row, keyed as `Encoding.inputs`, with which a server warms up and measures."""
+        return {self.prompt_role(Columns()): WARM_TEXT}
+
+    def served_facts(self, labels: Labels, columns: Columns, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Return facts about inputs and outputs beyond the task, for a server's page and other clients."""
+        return {}
+
+
+@dataclass(frozen=True)
+class TaskParts:
+    """One task. Who uses it needs one of its parts, or two."""
+
+    encoding: Encoding
+    head: Head
+    scoring: Scoring
+    description: Description
+    writer: Writer | None = None
+    """Text generation, for tasks whose answers are generated text."""
 
 
 def labels_of(facts: DataFacts) -> Labels:
     """Return the labels of prepared data."""
     return Labels(facts.labels, facts.label_form)
-
-
-def compared(task: TaskModule) -> tuple[str, ...]:
-    """Return the values that the task's objective compares with the reference; empty where it has none."""
-    return () if task.objective is None else task.objective.compares

@@ -7,44 +7,44 @@ from typing import assert_never
 
 from finetune_contract.choices import Task
 from finetune_contract.trainer_job import Preference, TrainerJob
-from finetune_trainer.tasks.task_protocol import TaskModule
+from finetune_trainer.tasks.task_protocol import TaskParts
 
 
-def task_of(job: TrainerJob) -> TaskModule:
-    """Return the module of the job's task, with the job's settings for it."""
-    return task_module(job.task, job.preference, label_names=job.dataset.labels if job.dataset else {})
+def task_of(job: TrainerJob) -> TaskParts:
+    """Return the job's task, with the job's settings for it."""
+    return task_parts(job.task, job.preference, label_names=job.dataset.labels if job.dataset else {})
 
 
-def task_module(
+def task_parts(
     task: Task, preference: Preference | None = None, label_names: Mapping[str, str] | None = None
-) -> TaskModule:
-    """Return the module of `task`. Settings are needed only where they change the result."""
+) -> TaskParts:
+    """Return the parts of `task`. Settings are needed only where they change the result."""
     if task == "text-classification":
-        from finetune_trainer.tasks.text_classification import TextClassification
+        from finetune_trainer.tasks.text_classification import text_classification
 
-        return TextClassification(label_names or {})
+        return text_classification(label_names or {})
     if task == "token-classification":
-        from finetune_trainer.tasks.token_classification import TokenClassification
+        from finetune_trainer.tasks.token_classification import token_classification
 
-        return TokenClassification()
+        return token_classification()
     if task == "question-answering":
-        from finetune_trainer.tasks.question_answering import QuestionAnswering
+        from finetune_trainer.tasks.question_answering import question_answering
 
-        return QuestionAnswering()
+        return question_answering()
     if task == "masked-lm":
-        from finetune_trainer.tasks.masked_lm import MaskedLm
+        from finetune_trainer.tasks.masked_lm import masked_lm
 
-        return MaskedLm()
+        return masked_lm()
     if task == "summarization" or task == "translation":
         from finetune_trainer.tasks.text_to_text import summarization, translation
 
         return summarization() if task == "summarization" else translation()
     if task == "text-generation":
-        from finetune_trainer.tasks.text_generation import TextGeneration
+        from finetune_trainer.tasks.text_generation import text_generation
 
-        return TextGeneration()
+        return text_generation()
     if task == "preference-tuning":
-        from finetune_trainer.tasks.preference_tuning import PreferenceTuning
+        from finetune_trainer.tasks.preference_tuning import preference_tuning
 
-        return PreferenceTuning(preference or Preference())
+        return preference_tuning(preference or Preference())
     assert_never(task)

@@ -35,58 +35,52 @@ from finetune_trainer.tasks.label_names import (
     whole_numbers_note,
 )
 from finetune_trainer.tasks.padding import padded
-from finetune_trainer.tasks.row_checks import is_text, not_set, refuse_not_text, refuse_other_columns, row_error
-from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, LabelPlace, Labels, Targets
+from finetune_trainer.tasks.row_checks import is_text, needed_columns, refuse_not_text, row_error
+from finetune_trainer.tasks.task_protocol import (
+    Answer,
+    Card,
+    Coding,
+    Description,
+    Encoded,
+    Encoding,
+    Feature,
+    Labels,
+    Scoring,
+    Targets,
+    TaskParts,
+)
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune_trainer.data.prepared import PreparedSplit
 
-_COLUMNS = ("text", "text_pair", "label")
 _HEAD = "ForSequenceClassification"
 
 
-class TextClassification(heads.HeadModels):
-    """The TaskModule of `text-classification`. A target is its form's value of a label, an answer has `logits`, one for
-    each label.
+def text_classification(label_names: Mapping[str, str]) -> TaskParts:
+    """Return the parts of `text-classification`. A target is its form's value of a label, an answer has `logits`, one
+    for each label. `label_names`: the job's `dataset.labels`.
     """
+    return TaskParts(_Encoding(label_names), _Head(), _Scoring(), _Description())
 
-    auto: str = "AutoModelForSequenceClassification"
-    metrics: Mapping[LabelForm | None, tuple[str, ...]] = {name: form.metrics for name, form in FORMS.items()}
-    smooths_labels: Mapping[LabelForm | None, LabelPlace] = {"single_label_classification": "same"}
-    answer_columns: frozenset[str] = frozenset(column for form in FORMS.values() for column in form.columns)
 
-    def __init__(self, label_names: Mapping[str, str] | None = None) -> None:
-        """Create the task. `label_names`: the job's `dataset.labels`."""
-        self._label_names = label_names or {}
-
-    # --------------------------------------------------------------------------------------------------------- data
+class _Encoding(Encoding):
+    def __init__(self, label_names: Mapping[str, str]) -> None:
+        self._label_names = label_names
 
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
         """Return the columns of the text, and of the pair's second text and the label when named."""
-        if columns.text is None:
-            raise not_set(f"{setting}.columns.text", "the column that holds the text")
-        if labelled and columns.label is None:
-            raise not_set(f"{setting}.columns.label", "the column that holds the label")
-        refuse_other_columns(columns, setting, _COLUMNS, "text-classification reads text, textPair and label")
-        needs = [ColumnNeed(f"{setting}.columns.text", columns.text)]
-        if columns.text_pair is not None:
-            needs.append(ColumnNeed(f"{setting}.columns.textPair", columns.text_pair))
-        if columns.label is not None:
-            needs.append(ColumnNeed(f"{setting}.columns.label", columns.label, required=labelled))
-        return tuple(needs)
+        contents = {"text": "the text", "text_pair": None, "label": "the label"}
+        rule = "text-classification reads text, textPair and label"
+        return needed_columns(columns, setting, contents, rule, target="label", labelled=labelled)
 
     def inputs(self, columns: Columns) -> dict[str, str]:
         """Return `text`, and `text_pair` for pairs."""
         named = {"text": columns.text, "text_pair": columns.text_pair}
         return {role: name for role, name in named.items() if name is not None}
-
-    def judged(self, columns: Columns) -> dict[str, str]:
-        """Return no columns: labels are in the features."""
-        return {}
 
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
         """Check that every text exists and is text."""
@@ -112,8 +106,6 @@ class TextClassification(heads.HeadModels):
         if targets is not None:
             features[_column_of(targets)] = targets.tolist()
         return Encoded(features, truncated=truncated)
-
-    # ------------------------------------------------------------------------------------------------------- labels
 
     def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
         """Return the targets, with names from the model (`known`), from `dataset.labels`, from a Hub data set's class
@@ -154,7 +146,23 @@ class TextClassification(heads.HeadModels):
         """Count the rows of each label."""
         return _form(labels.form).counts(targets, labels.names)
 
-    # ------------------------------------------------------------------------------------------------------- models
+    def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
+        """Pad on the right."""
+        batch = padded(features, {"input_ids": pad_token_id, "token_type_ids": 0})
+        for form in FORMS.values():
+            if form.column in features[0]:
+                batch["labels"] = form.batch(features)
+        return batch
+
+    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """Count the rows."""
+        return len(batch["labels"])
+
+
+class _Head(heads.AutoHead):
+    auto = "AutoModelForSequenceClassification"
+    label_place = "same"
+    smoothed_form = "single_label_classification"
 
     def model_labels(self, config: PretrainedConfig) -> Labels | None:
         """Read `id2label` and `problem_type`, when the checkpoint was saved with a classification head."""
@@ -174,21 +182,9 @@ class TextClassification(heads.HeadModels):
         heads.adopt_padding(job, model)
         return model
 
-    # ------------------------------------------------------------------------------------------------------ batches
 
-    def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
-        """Pad on the right."""
-        batch = padded(features, {"input_ids": pad_token_id, "token_type_ids": 0})
-        for form in FORMS.values():
-            if form.column in features[0]:
-                batch["labels"] = form.batch(features)
-        return batch
-
-    # ------------------------------------------------------------------------------------------------------ results
-
-    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Count the rows."""
-        return len(batch["labels"])
+class _Scoring(Scoring):
+    metrics: Mapping[LabelForm | None, tuple[str, ...]] = {name: form.metrics for name, form in FORMS.items()}
 
     def answer(
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
@@ -212,28 +208,6 @@ class TextClassification(heads.HeadModels):
         form = _form(split.facts.label_form)
         return form.constant(_targets(split, form), split.facts.labels)
 
-    def answer_schema(self, labels: Labels) -> pa.Schema:
-        """Return the schema by the form of the labels."""
-        return _form(labels.form).answer_schema(labels.names)
-
-    def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
-        """Predict by the form of the labels."""
-        return pa.table(_form(split.facts.label_form).predictions(_logits(answers[rows]), split.facts.labels))
-
-    def card(self, job: TrainerJob, facts: DataFacts) -> Card:
-        """Describe use with one text, or with a pair."""
-        pair = bool(job.dataset and job.dataset.columns.text_pair)
-        example = '{"text": "first text", "text_pair": "second text"}' if pair else '"a text"'
-        # A model with several labels should return all of them, and a number is no probability.
-        more = {"multi_label_classification": ", top_k=None", "regression": ', function_to_apply="none"'}
-        cut = f", truncation=True, max_length={facts.max_length}"
-        return Card(
-            use=f"print(model({example}{cut}{more.get(facts.label_form or '', '')}))",
-            long_rows=f"Inputs are cut after {facts.max_length} tokens.",
-            counted="rows",
-            baseline=_form(facts.label_form).baseline,
-        )
-
     def confusion(self, answers: Sequence[Answer], split: PreparedSplit) -> Confusion | None:
         """Count for rows that have one class each."""
         form = _form(split.facts.label_form)
@@ -249,6 +223,36 @@ class TextClassification(heads.HeadModels):
             {"row": row, "label": seen.right[row], "predicted": seen.predicted[row], "score": float(seen.sure[row])}
             for row in informative_rows(seen.wrong, most)
         ]
+
+
+class _Description(Description):
+    answer_columns = frozenset(column for form in FORMS.values() for column in form.columns)
+
+    def answer_schema(self, labels: Labels) -> pa.Schema:
+        """Return the schema by the form of the labels."""
+        return _form(labels.form).answer_schema(labels.names)
+
+    def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
+        """Predict by the form of the labels."""
+        return pa.table(_form(split.facts.label_form).predictions(_logits(answers[rows]), split.facts.labels))
+
+    def served_facts(self, labels: Labels, columns: Columns, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Return the form of the labels, and whether a row is a pair."""
+        return {"label_form": labels.form, "pairs": columns.text_pair is not None}
+
+    def card(self, job: TrainerJob, facts: DataFacts) -> Card:
+        """Describe use with one text, or with a pair."""
+        pair = bool(job.dataset and job.dataset.columns.text_pair)
+        example = '{"text": "first text", "text_pair": "second text"}' if pair else '"a text"'
+        # A model with several labels should return all of them, and a number is no probability.
+        more = {"multi_label_classification": ", top_k=None", "regression": ', function_to_apply="none"'}
+        cut = f", truncation=True, max_length={facts.max_length}"
+        return Card(
+            use=f"print(model({example}{cut}{more.get(facts.label_form or '', '')}))",
+            long_rows=f"Inputs are cut after {facts.max_length} tokens.",
+            counted="rows",
+            baseline=_form(facts.label_form).baseline,
+        )
 
 
 def _called(

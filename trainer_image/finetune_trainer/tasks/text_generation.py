@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from finetune_contract.choices import LabelForm
 from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass
@@ -25,11 +24,10 @@ from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.slices import FOLLOWING, LABELS, NOT_LEARNT
 from finetune_trainer.data.packing import SIZES
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
-from finetune_trainer.models.loading import load_config
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.conversations import ASSISTANT, conversation, require_template
 from finetune_trainer.tasks.encoding import completions, plain_ids, prompts
-from finetune_trainer.tasks.language import DecoderTask
+from finetune_trainer.tasks.language import DecoderDescription, DecoderHead, LanguageEncoding, LanguageScoring
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.row_checks import (
     not_set,
@@ -39,15 +37,13 @@ from finetune_trainer.tasks.row_checks import (
     row_error,
     wanted_texts,
 )
-from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, LabelPlace, Labels, Targets
-from finetune_trainer.tasks.writing import logits_at, token_figures, token_nlls
+from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, Labels, Targets, TaskParts
+from finetune_trainer.tasks.writing import DecoderWriter, logits_at, token_nlls
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
     from transformers import PretrainedConfig, PreTrainedModel
-
-    from finetune_trainer.data.prepared import PreparedSplit
 
 _COLUMNS = ("text", "source", "target", "messages")
 _READS = "text-generation reads text, or source and target, or messages"
@@ -58,19 +54,18 @@ behind another one.
 """
 
 
-class TextGeneration(DecoderTask):
-    """The TaskModule of `text-generation`.
+def text_generation() -> TaskParts:
+    """Return the parts of `text-generation`.
 
     A feature has `input_ids`, `labels` (the token itself where it is learnt, else -100; never the first token, which
     follows no other) and `prompt`, the number of given tokens when the rest is to be written. An answer has `nll`
     and `hit`, one for each label, or `generated_text`.
     """
+    return TaskParts(_Encoding(), _Head(), _Scoring(), _Description(), DecoderWriter())
 
-    metrics: Mapping[LabelForm | None, tuple[str, ...]] = METRICS["text-generation"]
-    smooths_labels: Mapping[LabelForm | None, LabelPlace] = {None: "next"}
-    packed: tuple[str, ...] = ("input_ids", "labels")
 
-    # --------------------------------------------------------------------------------------------------------- data
+class _Encoding(LanguageEncoding):
+    packed = ("input_ids", "labels")
 
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
         """Return the columns of the named form; the target is not read where it is to be written."""
@@ -153,6 +148,10 @@ class TextGeneration(DecoderTask):
         learnt = sum(label != NOT_LEARNT for labels in features.get("labels", ()) for label in labels)
         return Encoded(features, rows=of_row, truncated=truncated, learnt=learnt)
 
+    def in_windows(self, columns: Columns) -> bool:
+        """Return True for texts; of prompts and conversations the beginning is lost."""
+        return columns.text is not None
+
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
         """Pad on the right. Positions restart for each feature of a pack, which keeps them apart."""
         batch = padded(features, {"input_ids": pad_token_id, "labels": NOT_LEARNT})
@@ -161,7 +160,9 @@ class TextGeneration(DecoderTask):
             batch["position_ids"] = _positions([feature[SIZES] for feature in features], batch["input_ids"].shape[1])
         return batch
 
-    # ------------------------------------------------------------------------------------------------------- models
+
+class _Head(DecoderHead):
+    label_place = "next"
 
     def refuse_packing(self, job: TrainerJob, config: PretrainedConfig) -> None:
         """Require positions, which keep the rows of a pack apart: transformers masks by them where a model takes
@@ -182,13 +183,14 @@ class TextGeneration(DecoderTask):
 
     def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """Build the model; raise StageError STRATEGY_NOT_IN_EFFECT if it mixes the rows of a pack all the same."""
-        model = self.built(job, load_config(job), dtype)
-        heads.adopt_padding(job, model)
+        model = super().build_model(job, facts, dtype=dtype)
         if job.preparation.packing:
             _refuse_mixing(job, model)
         return model
 
-    # ------------------------------------------------------------------------------------------------------ results
+
+class _Scoring(LanguageScoring):
+    metrics = METRICS["text-generation"]
 
     def answer(
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
@@ -198,9 +200,9 @@ class TextGeneration(DecoderTask):
         wanted = batch[FOLLOWING] if FOLLOWING in batch else batch["labels"][:, 1:]
         return token_nlls(logits_at(model, given, wanted))
 
-    def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
-        """See `token_figures`; only for completions and replies where rows have prompts."""
-        return token_figures(answers)
+
+class _Description(DecoderDescription):
+    chat_role = "messages"
 
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
         """Describe use by the pipeline, with a conversation where the training had such."""
@@ -217,6 +219,10 @@ class TextGeneration(DecoderTask):
             counted="rows",
             baseline="nothing",
         )
+
+    def prompt_role(self, columns: Columns) -> str:
+        """Return `source` for a model of prompts, else `text`."""
+        return "text" if columns.source is None else "source"
 
 
 # ------------------------------------------------------------------------------------------------------------- encoding

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune_contract.choices import LabelForm, Stage
+from finetune_contract.choices import Stage
 from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts
 from finetune_contract.inference_settings import Generation
@@ -17,44 +17,21 @@ from finetune_contract.metrics import METRICS
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
-from finetune_trainer.models.loading import load_config
 from finetune_trainer.tasks.class_figures import informative_rows
 from finetune_trainer.tasks.encoding import never_empty
-from finetune_trainer.tasks.language import LanguageTask
+from finetune_trainer.tasks.language import LanguageEncoding, LanguageHead, LanguageScoring, TextDescription
 from finetune_trainer.tasks.padding import padded
-from finetune_trainer.tasks.row_checks import not_set, refuse_not_text, refuse_other_columns, wanted_texts
-from finetune_trainer.tasks.task_protocol import (
-    Answer,
-    Card,
-    Coding,
-    Encoded,
-    Feature,
-    LabelPlace,
-    Labels,
-    Targets,
-    Writer,
-)
-from finetune_trainer.tasks.writing import (
-    TEXT_SCHEMA,
-    WRITTEN,
-    generated,
-    padding_token,
-    text_table,
-    texts,
-    token_figures,
-    token_nlls,
-    written,
-)
+from finetune_trainer.tasks.row_checks import needed_columns, refuse_not_text, wanted_texts
+from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, Labels, Targets, TaskParts
+from finetune_trainer.tasks.writing import WRITTEN, generated, padding_token, texts, token_figures, token_nlls, written
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     import torch
     from numpy.typing import NDArray
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune_trainer.data.prepared import PreparedSplit
 
-_COLUMNS = ("source", "target")
 _ROUGE = METRICS["summarization"][None]
 _TRANSLATED = METRICS["translation"][None]
 Judge = Callable[[Sequence[str], Sequence[str]], dict[str, float]]
@@ -82,36 +59,31 @@ class Transforms:
         return texts(tokenizer, generated(model, tokenizer, batch, generation))
 
 
-class TextToText(LanguageTask):
-    """The TaskModule of `summarization` and `translation`.
+def summarization() -> TaskParts:
+    """Return the parts of `summarization`, which is judged by ROUGE."""
+    return _text_to_text(_ROUGE, rouge)
+
+
+def translation() -> TaskParts:
+    """Return the parts of `translation`, which is judged by BLEU and chrF."""
+    return _text_to_text(_TRANSLATED, bleu)
+
+
+def _text_to_text(metrics: tuple[str, ...], judge: Judge) -> TaskParts:
+    """Return the parts of both.
 
     A feature has `input_ids` and the `labels` that the decoder learns. An answer has `nll` and `hit`, one for each
     label, and `generated_text` where the model has generated text.
     """
+    return TaskParts(_Encoding(), _Head(), _Scoring(metrics, judge), _Description(), Transforms())
 
-    auto: str = "AutoModelForSeq2SeqLM"
-    of_checkpoints: str = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"
-    smooths_labels: Mapping[LabelForm | None, LabelPlace] = {None: "decoder"}
-    answer_columns: frozenset[str] = frozenset({WRITTEN})
-    writer: Writer | None = Transforms()
 
-    def __init__(self, metrics: tuple[str, ...], judge: Judge) -> None:
-        self.metrics: Mapping[LabelForm | None, tuple[str, ...]] = {None: metrics}
-        self._judge = judge
-
-    # --------------------------------------------------------------------------------------------------------- data
-
+class _Encoding(LanguageEncoding):
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
         """Return the columns of the source, and of the target when named."""
-        if columns.source is None:
-            raise not_set(f"{setting}.columns.source", "the column that holds the source text")
-        if labelled and columns.target is None:
-            raise not_set(f"{setting}.columns.target", "the column that holds the target text")
-        refuse_other_columns(columns, setting, _COLUMNS, "summarization and translation read source and target")
-        needs = [ColumnNeed(f"{setting}.columns.source", columns.source)]
-        if columns.target is not None:
-            needs.append(ColumnNeed(f"{setting}.columns.target", columns.target, required=labelled))
-        return tuple(needs)
+        contents = {"source": "the source text", "target": "the target text"}
+        rule = "summarization and translation read source and target"
+        return needed_columns(columns, setting, contents, rule, target="target", labelled=labelled)
 
     def inputs(self, columns: Columns) -> dict[str, str]:
         """Return `source`."""
@@ -152,13 +124,17 @@ class TextToText(LanguageTask):
             batch["labels"] = labels["input_ids"]
         return batch
 
-    # ------------------------------------------------------------------------------------------------------- models
 
-    def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """Build the model as in the checkpoint."""
-        return self.built(job, load_config(job), dtype)
+class _Head(LanguageHead):
+    auto = "AutoModelForSeq2SeqLM"
+    of_checkpoints = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"
+    label_place = "decoder"
 
-    # ------------------------------------------------------------------------------------------------------ results
+
+class _Scoring(LanguageScoring):
+    def __init__(self, metrics: tuple[str, ...], judge: Judge) -> None:
+        self.metrics = {None: metrics}
+        self._judge = judge
 
     def answer(
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
@@ -166,34 +142,12 @@ class TextToText(LanguageTask):
         """Return the loss of each wanted token after those before it."""
         return token_nlls([(model(**batch).logits, batch["labels"])])
 
-    def labelled(self, split: PreparedSplit) -> bool:
-        """Return whether wanted texts are known."""
-        return "labels" in split.columns
-
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
         """See `token_figures`; and the task's own metrics of the generated text, where there is any."""
         figures = token_figures(answers)
         if WRITTEN in answers[0]:
             figures |= self._judge(written(answers, split.features_by_row), _wanted(split))
         return figures
-
-    def answer_schema(self, labels: Labels) -> pa.Schema:
-        """Return the schema of `generated_text`, whatever the labels."""
-        return TEXT_SCHEMA
-
-    def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
-        """Return `generated_text`."""
-        return text_table(written(answers, split.features_by_row[rows]))
-
-    def card(self, job: TrainerJob, facts: DataFacts) -> Card:
-        """Describe use with the model itself: transformers has no pipeline for these tasks any more."""
-        return Card(
-            use=_USE.format(max_length=facts.max_length),
-            auto=self.auto,
-            long_rows=f"Texts of more than {facts.max_length} tokens were cut at their end.",
-            counted="rows",
-            baseline="nothing",
-        )
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
         """Return the rows least like the wanted text, by the last of the metrics, then the first that equal it."""
@@ -209,20 +163,24 @@ class TextToText(LanguageTask):
         ]
 
 
+class _Description(TextDescription):
+    text_role = "source"
+
+    def card(self, job: TrainerJob, facts: DataFacts) -> Card:
+        """Describe use with the model itself: transformers has no pipeline for these tasks any more."""
+        return Card(
+            use=_USE.format(max_length=facts.max_length),
+            auto=_Head.auto,
+            long_rows=f"Texts of more than {facts.max_length} tokens were cut at their end.",
+            counted="rows",
+            baseline="nothing",
+        )
+
+
 _USE = """options = {{"truncation": True, "max_length": {max_length}}}
 inputs = tokenizer("A long text.", return_tensors="pt", **options)
 outputs = model.generate(**inputs, max_new_tokens=64)
 print(tokenizer.decode(outputs[0], skip_special_tokens=True))"""
-
-
-def summarization() -> TextToText:
-    """Return the task judged by ROUGE."""
-    return TextToText(_ROUGE, rouge)
-
-
-def translation() -> TextToText:
-    """Return the task judged by BLEU and chrF."""
-    return TextToText(_TRANSLATED, bleu)
 
 
 def rouge(predicted: Sequence[str], wanted: Sequence[str]) -> dict[str, float]:

@@ -22,7 +22,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from finetune_contract.choices import LabelForm
 from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass
@@ -35,16 +34,20 @@ from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.class_figures import Confusion, class_scores, cross_entropy, informative_rows, softmax
 from finetune_trainer.tasks.encoding import never_empty
 from finetune_trainer.tasks.padding import padded
-from finetune_trainer.tasks.row_checks import class_names, is_list, is_text, not_set, refuse_other_columns, row_error
+from finetune_trainer.tasks.row_checks import class_names, is_list, is_text, needed_columns, row_error
 from finetune_trainer.tasks.task_protocol import (
+    WARM_TEXT,
     Answer,
     Card,
     Coding,
+    Description,
     Encoded,
+    Encoding,
     Feature,
-    LabelPlace,
     Labels,
+    Scoring,
     Targets,
+    TaskParts,
     labels_of,
 )
 from finetune_trainer.tasks.windows import made_ready
@@ -52,12 +55,11 @@ from finetune_trainer.tasks.windows import made_ready
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune_trainer.data.prepared import PreparedSplit
 from finetune_trainer.tasks.tag_columns import OUTSIDE, check_tags, tag_ids, tag_names
 
-_COLUMNS = ("tokens", "tags")
 _HEAD = "ForTokenClassification"
 _NOT_COUNTED = -100
 """Label that the loss of transformers' models ignores."""
@@ -72,32 +74,24 @@ _ENTITY_TAG = re.compile(r"[BIESLU]-.+")
 _METRICS = METRICS["token-classification"]
 
 
-class TokenClassification(heads.HeadModels):
-    """The TaskModule of `token-classification`.
+def token_classification() -> TaskParts:
+    """Return the parts of `token-classification`.
 
     A target is the tag ids of a row's words. A feature has `words`: for each token the index of the word whose first
     token it is, or -1, also for words that another window answers; and `tags`, the tag id of that word, or -100. An
     answer has the `logits` of its words, in their order.
     """
+    return TaskParts(_Encoding(), _Head(), _Scoring(), _Description())
 
-    auto: str = "AutoModelForTokenClassification"
-    metrics: Mapping[LabelForm | None, tuple[str, ...]] = _METRICS
-    smooths_labels: Mapping[LabelForm | None, LabelPlace] = {None: "same"}
-    answer_columns: frozenset[str] = frozenset({"tags", "scores", "entities"})
 
-    # --------------------------------------------------------------------------------------------------------- data
+class _Encoding(Encoding):
+    windows = True
 
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
         """Return the columns of the words, and of the tags when named."""
-        if columns.tokens is None:
-            raise not_set(f"{setting}.columns.tokens", "the column that holds the list of words")
-        if labelled and columns.tags is None:
-            raise not_set(f"{setting}.columns.tags", "the column that holds a tag for each word")
-        refuse_other_columns(columns, setting, _COLUMNS, "token-classification reads tokens and tags")
-        needs = [ColumnNeed(f"{setting}.columns.tokens", columns.tokens)]
-        if columns.tags is not None:
-            needs.append(ColumnNeed(f"{setting}.columns.tags", columns.tags, required=labelled))
-        return tuple(needs)
+        contents = {"tokens": "the list of words", "tags": "a tag for each word"}
+        rule = "token-classification reads tokens and tags"
+        return needed_columns(columns, setting, contents, rule, target="tags", labelled=labelled)
 
     def inputs(self, columns: Columns) -> dict[str, str]:
         """Return `tokens`."""
@@ -192,7 +186,14 @@ class TokenClassification(heads.HeadModels):
             batch["labels"] = batch.pop("tags")
         return batch
 
-    # ------------------------------------------------------------------------------------------------------- models
+    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """Count the words."""
+        return int(batch["labels"].ne(_NOT_COUNTED).sum())
+
+
+class _Head(heads.AutoHead):
+    auto = "AutoModelForTokenClassification"
+    label_place = "same"
 
     def model_labels(self, config: PretrainedConfig) -> Labels | None:
         """Read `id2label`, when the checkpoint was saved with a head for tags."""
@@ -205,11 +206,10 @@ class TokenClassification(heads.HeadModels):
         heads.name_labels(config, facts.labels)
         return self.built(job, config, dtype)
 
-    # ------------------------------------------------------------------------------------------------------ results
 
-    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Count the words."""
-        return int(batch["labels"].ne(_NOT_COUNTED).sum())
+class _Scoring(Scoring):
+    metrics = _METRICS
+    learnt = "tags"
 
     def answer(
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
@@ -219,10 +219,6 @@ class TokenClassification(heads.HeadModels):
         logits = outputs.logits.float().cpu().numpy()
         # A model may pad its input and return logits for the padding; features have the true length.
         return [{"logits": logits[row, np.flatnonzero(each["words"] != _NO_WORD)]} for row, each in enumerate(features)]
-
-    def labelled(self, split: PreparedSplit) -> bool:
-        """Return whether words have tags."""
-        return "tags" in split.columns
 
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
         """Return the mean cross-entropy of a word with tokens in nats; for all words see `measured`."""
@@ -236,6 +232,31 @@ class TokenClassification(heads.HeadModels):
         most = np.bincount(np.concatenate(tags)).argmax()
         return measured(tags, [np.full_like(each, most) for each in tags], split.facts.labels)
 
+    def confusion(self, answers: Sequence[Answer], split: PreparedSplit) -> Confusion | None:
+        """Count for words; one without tokens may have no tag."""
+        predicted = [each.ids for each in _predicted_tags(answers, split, slice(None))]
+        right = np.concatenate(_gold(split))
+        return Confusion.of(right, np.concatenate(predicted), split.facts.labels, unit="words", none="no tag")
+
+    def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
+        """Return rows with the most confident wrong tag first (at most half), then the first right rows."""
+        tags, predicted, names = _gold(split), list(_predicted_tags(answers, split, slice(None))), split.facts.labels
+        wrong = np.array([
+            float(np.where(each.ids != right, np.maximum(each.scores, _LEAST), 0.0).max())
+            for each, right in zip(predicted, tags, strict=True)
+        ])  # fmt: skip
+        return [
+            {
+                "row": row,
+                "label": " ".join(names[at] for at in tags[row]),
+                "predicted": " ".join("-" if at == _NO_TAG else names[at] for at in predicted[row].ids),
+                "score": float(predicted[row].scores.min()),
+            }
+            for row in informative_rows(wrong, most)
+        ]
+
+
+class _Description(Description):
     def answer_schema(self, labels: Labels) -> pa.Schema:
         """Return the schema of `tags`, `scores` and `entities`, whatever the labels."""
         return pa.schema(
@@ -260,6 +281,10 @@ class TokenClassification(heads.HeadModels):
         columns = {"tags": tags, "scores": scores, "entities": found}
         return pa.table(columns, schema=self.answer_schema(labels_of(split.facts)))
 
+    def warm_row(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Return the words of a text."""
+        return {"tokens": WARM_TEXT.split()}
+
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
         """Describe use with `pipeline`, which splits a text into words itself."""
         return Card(
@@ -269,29 +294,6 @@ class TokenClassification(heads.HeadModels):
             counted="words",
             baseline="always predicting the most frequent tag",
         )
-
-    def confusion(self, answers: Sequence[Answer], split: PreparedSplit) -> Confusion | None:
-        """Count for words; one without tokens may have no tag."""
-        predicted = [each.ids for each in _predicted_tags(answers, split, slice(None))]
-        right = np.concatenate(_gold(split))
-        return Confusion.of(right, np.concatenate(predicted), split.facts.labels, unit="words", none="no tag")
-
-    def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
-        """Return rows with the most confident wrong tag first (at most half), then the first right rows."""
-        tags, predicted, names = _gold(split), list(_predicted_tags(answers, split, slice(None))), split.facts.labels
-        wrong = np.array([
-            float(np.where(each.ids != right, np.maximum(each.scores, _LEAST), 0.0).max())
-            for each, right in zip(predicted, tags, strict=True)
-        ])  # fmt: skip
-        return [
-            {
-                "row": row,
-                "label": " ".join(names[at] for at in tags[row]),
-                "predicted": " ".join("-" if at == _NO_TAG else names[at] for at in predicted[row].ids),
-                "score": float(predicted[row].scores.min()),
-            }
-            for row in informative_rows(wrong, most)
-        ]
 
 
 _ENTITY = pa.struct(

@@ -22,7 +22,7 @@ from finetune_trainer.core.slices import WHOLE, TokenSlice
 from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.devices.pass_memory import PassMemory, fitted_tokens
-from finetune_trainer.tasks.task_protocol import Answer, TaskModule
+from finetune_trainer.tasks.task_protocol import Answer, TaskParts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,7 +40,7 @@ class Deal:
     """Distribution of splits over the data-parallel ranks."""
 
     prepared: PreparedData
-    task: TaskModule
+    task: TaskParts
     batch_tokens: int
     """Limit of padded tokens in a batch."""
     rank: int
@@ -54,7 +54,7 @@ class Deal:
 
     def widths(self, role: str) -> NDArray[np.int64]:
         """Return the tokens that each feature of a split takes in a batch, over all slices."""
-        widths = self.task.widths(self.prepared, role)
+        widths = self.task.encoding.widths(self.prepared, role)
         return widths + -widths % self.tokens.count  # `TokenSlice.of` pads rows to equal slices
 
     def split(self, role: str, wanted: NDArray[np.int64] | None = None) -> DealtSplit:
@@ -133,12 +133,12 @@ class DealtSplit:
     ) -> list[Answer] | None:
         """Return the answers to the features; None if they do not fit the GPU and can be halved."""
         features = self.deal.prepared.features(self.role, wanted)
-        whole = self.deal.task.collate(features, pad_token_id=self.deal.prepared.pad_token_id)
+        whole = self.deal.task.encoding.collate(features, pad_token_id=self.deal.prepared.pad_token_id)
         batch = self.deal.tokens.of(whole)
         placed = {name: value.to(device) for name, value in batch.items()}
         try:
             with torch.no_grad():
-                return self.deal.task.answer(model, placed, features)
+                return self.deal.task.scoring.answer(model, placed, features)
         except torch.OutOfMemoryError:
             if not self.deal.halves or len(wanted) == 1:
                 raise

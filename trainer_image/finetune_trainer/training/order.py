@@ -27,7 +27,7 @@ from finetune_trainer.training.reference_answers import ReferenceAnswers
 if TYPE_CHECKING:
     import torch
 
-    from finetune_trainer.tasks.task_protocol import TaskModule
+    from finetune_trainer.tasks.task_protocol import Encoding
 
 
 @dataclass(frozen=True)
@@ -168,17 +168,17 @@ class TrainRows(Dataset[Any]):
 class Collate:
     """Collates features of a micro-batch to tensors; a class because worker processes must be able to unpickle it."""
 
-    def __init__(self, task: TaskModule, pad_token_id: int, tokens: TokenSlice = WHOLE) -> None:
-        self._task = task
+    def __init__(self, encoding: Encoding, pad_token_id: int, tokens: TokenSlice = WHOLE) -> None:
+        self._encoding = encoding
         self._pad_token_id = pad_token_id
         self._tokens = tokens
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        return self._tokens.of(self._task.collate(features, pad_token_id=self._pad_token_id))
+        return self._tokens.of(self._encoding.collate(features, pad_token_id=self._pad_token_id))
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Count the items over which the loss of the batch is the mean."""
-        return self._task.items(batch)
+        return self._encoding.items(batch)
 
 
 def micro_batches(

@@ -41,7 +41,7 @@ from finetune_trainer.report.history import History, RunFigures
 from finetune_trainer.strategies.select import strategy_for
 from finetune_trainer.strategies.strategy_protocol import Strategy
 from finetune_trainer.tasks.metric_names import refuse_unknown_metrics
-from finetune_trainer.tasks.task_protocol import Objective, compared
+from finetune_trainer.tasks.task_protocol import Objective
 from finetune_trainer.tasks.task_registry import task_of
 from finetune_trainer.training.dealing import Deal
 from finetune_trainer.training.loop import LoopParts, Observer, TrainingLoop
@@ -158,13 +158,13 @@ def _run_of(
     """Return the inputs of the stage. Raise StageError for a precision or a setting that is not possible with them."""
     refuse_fp8(training, without_units=fp8_without_units)
     run = TrainingRun(job, training, paths, world, strategy, task_of(job), PreparedData.open(paths))
-    refuse_smoothing(training, run.task, run.prepared)
+    refuse_smoothing(training, run.task.head, run.prepared)
     return run
 
 
 def _order(run: TrainingRun) -> EpochOrder:
     training, prepared = run.training, run.prepared
-    lengths, widths = prepared.lengths("train"), run.task.widths(prepared, "train")
+    lengths, widths = prepared.lengths("train"), run.task.encoding.widths(prepared, "train")
     grouped = groups_by_length(run.job.task, training.arguments)
     order = EpochOrder(lengths, training.loop_batch, run.data_rank, training.seed, widths, grouped=grouped)
     if order.steps != training.steps_per_epoch:
@@ -180,10 +180,10 @@ def _start(run: TrainingRun) -> StartedModel:
     """
     training = run.training
     began_with, _ = pinned(run.job)
-    model = as_stored(lambda: run.task.build_model(began_with, run.prepared.facts))
+    model = as_stored(lambda: run.task.head.build_model(began_with, run.prepared.facts))
     refuse_recomputing(training, model)
     refuse_liger(training, model)
-    digest = weights_digest(model) if compared(run.task) else None
+    digest = weights_digest(model) if run.task.head.compared else None
     adapted = None if training.adapter is None else adapt(model, training.adapter, began_with)
     if run.strategy.takes_weights == "device":
         place_on(training.world.device, model, training.precision)
@@ -197,11 +197,10 @@ def _start(run: TrainingRun) -> StartedModel:
 
 def _objective(run: TrainingRun, model: PreTrainedModel) -> Objective:
     """Return the loss to minimise, which `model` computes in chunks from here on where it can."""
-    own, training, in_chunks = run.task.objective, run.training, False
+    own, training, in_chunks = run.task.head.objective, run.training, False
     if own is None or own.of_rows is not None:
         in_chunks = chunk_loss(model, training, of_rows=own is not None) is not None
-    form = run.prepared.facts.label_form
-    return objective_of(run.task, form, model, training.label_smoothing, in_chunks=in_chunks)
+    return objective_of(run.task.head, model, training.label_smoothing, in_chunks=in_chunks)
 
 
 def _parts(
@@ -229,7 +228,7 @@ def _parts(
         in_float8=start.in_float8,
         order=order,
         rows=TrainRows(prepared, reference.answers),
-        collate=Collate(run.task, prepared.pad_token_id, run.tokens_of_rows),
+        collate=Collate(run.task.encoding, prepared.pad_token_id, run.tokens_of_rows),
         validation=Validation(deal, reference.answers) if VALIDATION in prepared.facts.splits else None,
         objective=start.objective,
         reference=reference,
@@ -289,12 +288,13 @@ def _stopper(run: TrainingRun) -> EarlyStopper | NeverStop:
             "training.earlyStopping is set and the data have no validation split.",
             "Name one in dataset.splits.validation, or leave training.earlyStopping out.",
         )
-    refuse_unknown_metrics(run.job, run.task.metrics[run.prepared.facts.label_form])
+    refuse_unknown_metrics(run.job, run.task.scoring.metrics[run.prepared.facts.label_form])
     return EarlyStopper(run.training.early_stopping, run.paths.checkpoints / "best", run.world)
 
 
 def _saver(run: TrainingRun, start: StartedModel, stopper: EarlyStopper | NeverStop) -> RunSaver:
-    settings, checkpoints = identity(run.job, run.prepared.facts.fingerprint), run.training.checkpoints
+    settings = identity(run.job, run.prepared.facts.fingerprint, run.task.head.identity(run.job))
+    checkpoints = run.training.checkpoints
     if start.digest is not None:
         settings["reference_weights"] = start.digest  # a checkpoint has other weights
     if start.adapted is not None:
@@ -329,5 +329,5 @@ def _reference(
         "precision": run.training.precision,
     }
     return KeptReference(
-        ReferenceAnswers(compared(run.task)), splits, run.paths.checkpoints, basis, run.world, on_batch
+        ReferenceAnswers(run.task.head.compared), splits, run.paths.checkpoints, basis, run.world, on_batch
     )

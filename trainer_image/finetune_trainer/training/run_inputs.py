@@ -20,7 +20,7 @@ from finetune_trainer.core.slices import TokenSlice
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.strategies.splitting.mesh import MeshShape
 from finetune_trainer.strategies.strategy_protocol import Strategy
-from finetune_trainer.tasks.task_protocol import TaskModule
+from finetune_trainer.tasks.task_protocol import TaskParts
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class TrainingRun:
     paths: JobPaths
     world: ProcessWorld
     strategy: Strategy
-    task: TaskModule
+    task: TaskParts
     prepared: PreparedData
 
     @cached_property

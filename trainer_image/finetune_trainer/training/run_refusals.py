@@ -11,7 +11,7 @@ from finetune_contract.trainer_job import Training
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.models.float8 import refuse_without_library, refuse_without_units
-from finetune_trainer.tasks.task_protocol import TaskModule
+from finetune_trainer.tasks.task_protocol import Head
 
 
 def refuse_fp8(training: Training, *, without_units: bool) -> None:
@@ -21,9 +21,9 @@ def refuse_fp8(training: Training, *, without_units: bool) -> None:
             refuse_without_units(training.world.device)
 
 
-def refuse_smoothing(training: Training, task: TaskModule, prepared: PreparedData) -> None:
+def refuse_smoothing(training: Training, head: Head, prepared: PreparedData) -> None:
     """Raise StageError CONFIG for a setting that has no effect on the task's loss."""
-    if training.label_smoothing and prepared.facts.label_form not in task.smooths_labels:
+    if training.label_smoothing and not head.smooths(prepared.facts.label_form):
         raise StageError(
             FailureClass.CONFIG,
             "LabelSmoothing",

@@ -74,7 +74,7 @@ def publish_model(run: TrainingRun, start: StartedModel, trained: PreTrainedMode
             trained.save_pretrained(str(model_folder), state_dict=state)
         else:
             unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]  # else transformers loads it in shards
-            whole = run.task.build_model(start.job, run.prepared.facts)
+            whole = run.task.head.build_model(start.job, run.prepared.facts)
             merged = write_adapter_and_merge(whole, start.adapted, start.job, state, adapter_folder)
             merged.save_pretrained(str(model_folder))
         _published_tokenizer(run.job, trained).save_pretrained(str(model_folder))

@@ -46,7 +46,7 @@ class Validation:
                 wanted, _ = batch[0]
                 for at, *parts in zip(wanted.tolist(), *(part for _, part in batch), strict=True):
                     answers[at] = {**_joined(parts), **self._reference.of(ROLE, at)}
-        return self._deal.task.score(answers, split)
+        return self._deal.task.scoring.score(answers, split)
 
 
 def _joined(parts: Sequence[Answer]) -> Answer:

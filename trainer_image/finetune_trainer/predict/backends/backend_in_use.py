@@ -212,7 +212,7 @@ class RungInUse:
         `NotPrepared`.
         """
         job, means, task = self.answerer.job, self.answerer.means, self.answerer.encoder.task
-        split = labelled_split(task, PreparedData.open(self.paths)).head(self._sample_rows)
+        split = labelled_split(task.scoring, PreparedData.open(self.paths)).head(self._sample_rows)
         answered = partial(
             answers_of,
             Stage.PREDICT if self.request.texts else Stage.EVALUATE,
@@ -232,7 +232,7 @@ class RungInUse:
             return lambda forward: text_metrics(written(answers(forward), split.features_by_row), references)
 
         def metrics(forward: Substitute | None) -> dict[str, float]:
-            measured = task.score(answers(forward), split)
+            measured = task.scoring.score(answers(forward), split)
             return {name: value for name, value in measured.items() if name != LOSS}
 
         return metrics

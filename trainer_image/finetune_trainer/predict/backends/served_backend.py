@@ -38,24 +38,14 @@ log = logging.getLogger(__name__)
 
 JUDGED_IN = "optimization"
 """Key in the section `evaluate` of metrics.json: rung that the metrics and the gate were computed with."""
-_WARM_TEXT = "The server warms up with a sentence of a few words before it takes requests."
-_WORDS = tuple(_WARM_TEXT.split())
-WARM_ROWS: Mapping[str, dict[str, Any]] = {
-    "text-classification": {"text": _WARM_TEXT},
-    "token-classification": {"tokens": list(_WORDS)},
-    "question-answering": {"question": "What warms up?", "context": _WARM_TEXT},
-    "text-generation": {"text": _WARM_TEXT},
-    "preference-tuning": {"prompt": _WARM_TEXT},
-    "summarization": {"source": _WARM_TEXT},
-    "translation": {"source": _WARM_TEXT},
-}
 _ROWS_TO_COME = 1_000_000
 """Number of rows that measuring and converting are weighed against: a server answers many."""
 
 
 def plain_answerer(job: TrainerJob, model: PreTrainedModel, labels: Labels, encoder: Encoder) -> Answerer:
     """Return the answerer of a server's rows with the model as it is. `job`: with its `predict`."""
-    roles = RequestedColumns(Columns(**{role: role for role in warm_row(job, encoder)}), "inputs", {})
+    row = encoder.task.description.warm_row(encoder.coding.tokenizer)
+    roles = RequestedColumns(Columns(**{role: role for role in row}), "inputs", {})
     return Answerer(job, encoder, model, labels, Means.of(job.predict), roles)
 
 
@@ -68,7 +58,8 @@ def served_rung(
     predict = answerer.job.predict
     if predict is None or predict.optimization == "none":
         return "none", None
-    shard = _sample_shard(warm_row(answerer.job, answerer.encoder))
+    encoder = answerer.encoder
+    shard = _sample_shard(encoder.task.description.warm_row(encoder.coding.tokenizer))
     rungs = RungInUse(answerer, lambda: iter([shard]), _ROWS_TO_COME, paths, version)
     try:
         name = rungs.choose() if judged is None else judged
@@ -131,13 +122,6 @@ def rung_to_serve(job: TrainerJob, paths: JobPaths, requested: str) -> str | Non
             f"Set endpoint.optimization to {judged}, or evaluate and serve the model with {requested} in a new job.",
         )
     return str(judged)
-
-
-def warm_row(job: TrainerJob, encoder: Encoder) -> dict[str, Any]:
-    """Return a row of the job's task."""
-    if job.task == "masked-lm":
-        return {"text": f"The server {encoder.coding.tokenizer.mask_token} up."}
-    return WARM_ROWS[job.task]
 
 
 def _sample_shard(row: Mapping[str, Any]) -> RowShard:

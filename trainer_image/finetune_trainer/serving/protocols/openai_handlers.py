@@ -18,14 +18,12 @@ from finetune_trainer.serving.queue_client import QueueClient
 from finetune_trainer.serving.request_rows import RequestError
 from finetune_trainer.serving.server_state import ServerState
 
-TASKS = ("text-generation", "preference-tuning")
-
 
 class OpenAIHandlers:
-    """One method for each path. `writes`: role of a prompt in the model's task."""
+    """One method for each path. `writes`: role of a prompt in the model's task; `chats`: that of a conversation."""
 
-    def __init__(self, state: ServerState, queue: QueueClient, writes: str) -> None:
-        self._state, self._queue, self._writes = state, queue, writes
+    def __init__(self, state: ServerState, queue: QueueClient, *, writes: str, chats: str) -> None:
+        self._state, self._queue, self._writes, self._chats = state, queue, writes, chats
         self._engine = state.engine
 
     async def models(self, request: Request) -> Response:
@@ -44,8 +42,7 @@ class OpenAIHandlers:
         """Write the next message of a conversation, as the OpenAI API does."""
         body = await read_json(request)
         model = self._model(request, body)
-        role = "prompt" if self._engine.job.task == "preference-tuning" else "messages"
-        return await self._written(request, model, body, [{role: openai_json.messages(body)}], chat=True)
+        return await self._written(request, model, body, [{self._chats: openai_json.messages(body)}], chat=True)
 
     def _model(self, request: Request, body: Mapping[str, Any]) -> str:
         return self._queue.model(request, body.get("model"), param="model")

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune_contract.choices import LabelForm
 from finetune_trainer.core.slices import FOLLOWING, LABELS, NOT_LEARNT
-from finetune_trainer.tasks.task_protocol import LabelPlace, Objective, TaskModule
+from finetune_trainer.tasks.task_protocol import Head, LabelPlace, Objective
 
 
 class ModelLoss:
@@ -79,12 +78,11 @@ def smoothed(logits: torch.Tensor, labels: torch.Tensor, smoothing: float, reduc
     )
 
 
-def objective_of(
-    task: TaskModule, form: LabelForm | None, model: PreTrainedModel, smoothing: float, *, in_chunks: bool
-) -> Objective:
-    """Return the loss that a training of `task` minimises. `in_chunks`: `model` computes it in chunks (`ChunkedLoss`),
+def objective_of(head: Head, model: PreTrainedModel, smoothing: float, *, in_chunks: bool) -> Objective:
+    """Return the loss that a training minimises. `in_chunks`: `model` computes it in chunks (`ChunkedLoss`),
     with smoothed labels, or that of each row for the task's own objective.
     """
-    if task.objective is not None:
-        return (in_chunks and task.objective.of_rows) or task.objective
-    return SmoothedLoss(model, smoothing, task.smooths_labels[form]) if smoothing and not in_chunks else ModelLoss()
+    if head.objective is not None:
+        return (in_chunks and head.objective.of_rows) or head.objective
+    place = head.label_place
+    return SmoothedLoss(model, smoothing, place) if smoothing and place and not in_chunks else ModelLoss()
