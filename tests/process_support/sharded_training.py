@@ -1,4 +1,4 @@
-"""One rank of a short FSDP training on the CPU, by the trainer's engine, as a process of a fork server."""
+"""One rank of a short FSDP training on the CPU, by the trainer's step, as a process of a fork server."""
 
 from __future__ import annotations
 
@@ -77,6 +77,8 @@ def _run(one: ShardedRank) -> None:
     from finetune_trainer.models import float8
     from finetune_trainer.strategies.fsdp import FullySharded
     from finetune_trainer.training.engine import engine_of
+    from finetune_trainer.training.loop_parts import LoopModel
+    from finetune_trainer.training.step import OptimizerStep, StepBatch
 
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(str(one.store), one.size)
@@ -105,18 +107,16 @@ def _run(one: ShardedRank) -> None:
         engine.assert_in_effect("adamw")
     steps = []
     sent = _count_gathered_bytes()
+    step = OptimizerStep(engine, LoopModel(model, strategy, in_float8=in_float8), lambda part: None)
     for _ in range(STEPS):
         sent.clear()
-        loss = engine.wrapped(**batch).loss
-        engine.backward(loss, last=True)
-        done = engine.step()
+        done = step.take([StepBatch(batch, [ids.numel()])], ids.numel() * one.size)
         if in_float8 is not None:
             in_float8.assert_in_effect(model)
-            in_float8.scale_weights(model)
         gathered = sum(sent)
         weight: Any = next(model.parameters())
         scale = None if scaler is None else scaler.get_scale()
-        state = {"loss": float(loss), "norm": float(done.grad_norm), "scale": scale, "gathered": gathered}
+        state = {"loss": float(done.loss), "norm": float(done.grad_norm), "scale": scale, "gathered": gathered}
         steps.append(state | {"weight": float(weight.full_tensor().float().abs().sum())})
     one.figures.write_text(json.dumps(steps), encoding="utf-8")
     torch.distributed.destroy_process_group()

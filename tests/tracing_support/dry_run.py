@@ -26,7 +26,6 @@ from finetune_contract.facts import ModelFacts
 from finetune_contract.trainer_job import TrainerJob, Training
 from finetune_operator.jobs.render.deepspeed_config import deepspeed_config
 from finetune_trainer.core import distributed
-from finetune_trainer.core.interruption import Interruption
 from finetune_trainer.data.packing import SIZES
 from finetune_trainer.models import adapters, float8
 from finetune_trainer.models.stored_weights import in_training_type, narrow_weights
@@ -34,20 +33,20 @@ from finetune_trainer.report.measured_facts import model_facts
 from finetune_trainer.strategies.select import strategy_for
 from finetune_trainer.strategies.splitting.mesh import MeshShape
 from finetune_trainer.tasks.task_registry import task_parts
-from finetune_trainer.training.loop import LoopParts, StepReport, TrainingLoop
+from finetune_trainer.training.loop import TrainingLoop
+from finetune_trainer.training.loop_parts import LoopData, LoopHooks, LoopModel, StepReport
 from finetune_trainer.training.order import Collate, EpochOrder, Pick
 from finetune_trainer.training.passes import packed_attention
-from finetune_trainer.training.passes.activations import InHostMemory, OnDevice
+from finetune_trainer.training.passes.activations import Activations, InHostMemory, OnDevice
 from finetune_trainer.training.passes.chunked_loss import chunk_loss
 from finetune_trainer.training.passes.packed_attention import pack_attention
-from finetune_trainer.training.stopping import NeverStop
 from finetune_trainer.training.timing import CudaMoments, Lap, PartClock
 from finetune_trainer.training.training_arguments import training_arguments
 from tracing_support import memory_kinds, stub_cuda, switched_off, traced_cases
 from tracing_support.held_cases import HELD_CASES
 from tracing_support.memory_cases import MEMORY_CASES
 from tracing_support.trace import EVENT, Trace
-from trainer_support.no_checkpoints import NoCheckpoints
+from trainer_support.no_checkpoints import to_the_last_step
 
 _ROW_BORDERS = packed_attention.row_borders
 NO_GROUPS = distributed.Backends("fake", "fake", FakeStore())  # type: ignore[no-untyped-call]
@@ -162,7 +161,7 @@ def run(name: str, result: str) -> None:
     trace = Trace(fakes, answered_no=("LongformerEncoder.forward",))
     torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(number, device="cuda")` starts in host memory
     with tempfile.TemporaryDirectory() as folder, fakes, trace:
-        loop, observer, clock = _loop(case, training, facts, trace, Path(folder))
+        loop, activations, observer, clock = _loop(case, training, facts, trace, Path(folder))
         clock.loop = loop
         loop.train()
     assert observer.seen == traced_cases.STEPS
@@ -175,7 +174,7 @@ def run(name: str, result: str) -> None:
         "sent": clock.sent,
         "peaks": trace.peaks,
         "kept": clock.kept,
-        "moved": getattr(loop.parts.activations, "moved_bytes", 0),
+        "moved": getattr(activations, "moved_bytes", 0),
         "held": memory_kinds.kinds_at_peak(trace, vocabulary, tokens),
         "facts": json.loads(facts.to_json()),
     }
@@ -193,7 +192,7 @@ def _facts(case: traced_cases.Case) -> ModelFacts:
 
 def _loop(
     case: traced_cases.Case, training: Training, facts: ModelFacts, trace: Trace, folder: Path
-) -> tuple[TrainingLoop, _Observer, _Clock]:
+) -> tuple[TrainingLoop, Activations, _Observer, _Clock]:
     config = AutoConfig.for_model(**case.model_config)
     if case.task == "text-classification":
         config.problem_type = "single_label_classification"
@@ -208,28 +207,27 @@ def _loop(
     shape = MeshShape.of(training.strategy, training.batch.data_parallel)
     rows = training.batch.global_batch_size * traced_cases.STEPS
     lengths = np.full(rows, case.tokens)
+    activations = InHostMemory() if training.strategy.offload_activations == "cpu" else OnDevice()
+    loaded = LoopModel(
+        model,
+        strategy,
+        training.optimizer,
+        adapted=adapted,
+        in_float8=in_float8,
+        packs=pack_attention(model, training, torch.device("cuda"), packing=case.packed > 0),
+        checkpointing=training.strategy.activation_checkpointing,
+        activations=activations,
+    )
+    data = LoopData(
+        EpochOrder(lengths, training.loop_batch, shape.data_rank(case.rank), 1, grouped=False),
+        rows=cast(Any, _Rows(rows, case)),
+        collate=_RealBatches(task.encoding, 0, shape.token_slice(case.rank)),
+        validation=None,
+    )
     observer, clock = _Observer(), _Clock(trace)
-    parts: Any = {
-        "strategy": strategy,
-        "adapted": adapted,
-        "in_float8": in_float8,
-        "order": EpochOrder(lengths, training.loop_batch, shape.data_rank(case.rank), 1, grouped=False),
-        "rows": _Rows(rows, case),
-        "collate": _RealBatches(task.encoding, 0, shape.token_slice(case.rank)),
-        "validation": None,
-        "observer": observer,
-        "saver": NoCheckpoints(),
-        "stopper": NeverStop(),
-        "interruption": Interruption(),
-        "save_on_preemption": False,
-        "optimizer": training.optimizer,
-        "checkpointing": training.strategy.activation_checkpointing,
-        "packs": pack_attention(model, training, torch.device("cuda"), packing=case.packed > 0),
-        "activations": InHostMemory() if training.strategy.offload_activations == "cpu" else OnDevice(),
-        "clock": clock,
-    }
+    hooks = LoopHooks(cast(Any, observer), clock)
     arguments = training_arguments(training, folder, strategy.arguments())
-    return TrainingLoop(model, arguments, LoopParts(**parts)), observer, clock
+    return TrainingLoop(arguments, loaded, data, to_the_last_step(), hooks), activations, observer, clock
 
 
 def _changed(model: PreTrainedModel, training: Training) -> tuple[adapters.Adapted | None, float8.InFloat8 | None]:

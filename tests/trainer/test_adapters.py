@@ -17,7 +17,7 @@ from finetune_contract.trainer_job import Adapter, CheckpointSchedule, EarlyStop
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.serving.request_rows import Form
 from finetune_trainer.serving.serving_engine import ServingEngine
-from trainer_support.no_checkpoints import NoCheckpoints
+from trainer_support.no_checkpoints import to_the_last_step
 from trainer_support.tasks import largest_difference
 
 LORA = Adapter(method="lora", rank=4, alpha=16, dropout=0.0)
@@ -150,32 +150,26 @@ def test_losses_and_weights_agree_with_one_process(case: str, alone, bench, tmp_
 
 def loop_over(bench: Any, model: Any, adapted: Any, folder: Path) -> Any:
     """Return the real loop in this process, without checkpoints, for a look at its model afterwards."""
-    from finetune_trainer.core.interruption import Interruption
     from finetune_trainer.core.progress import NoProgress
     from finetune_trainer.data.prepared import PreparedData
     from finetune_trainer.strategies.single import Single
     from finetune_trainer.tasks.task_registry import task_parts
-    from finetune_trainer.training.loop import LoopParts, TrainingLoop
+    from finetune_trainer.training.loop import TrainingLoop
+    from finetune_trainer.training.loop_parts import LoopData, LoopHooks, LoopModel
     from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
     from finetune_trainer.training.run_observers import SilentObserver
-    from finetune_trainer.training.stopping import NeverStop
     from finetune_trainer.training.training_arguments import training_arguments
 
     training, prepared, strategy = bench.job.training, PreparedData.open(bench.paths), Single("fp32")
-    parts = LoopParts(
-        strategy=strategy,
-        adapted=adapted,
-        order=EpochOrder(prepared.lengths("train"), training.batch, 0, training.seed, grouped=True),
+    data = LoopData(
+        EpochOrder(prepared.lengths("train"), training.batch, 0, training.seed, grouped=True),
         rows=TrainRows(prepared),
         collate=Collate(task_parts(bench.job.task).encoding, prepared.pad_token_id),
         validation=None,
-        observer=SilentObserver(NoProgress(), training.max_steps),
-        saver=NoCheckpoints(),  # type: ignore[arg-type]
-        stopper=NeverStop(),
-        interruption=Interruption(),
-        save_on_preemption=False,
     )
-    return TrainingLoop(model, training_arguments(training, folder, strategy.arguments()), parts)
+    hooks = LoopHooks(SilentObserver(NoProgress(), training.max_steps))
+    arguments = training_arguments(training, folder, strategy.arguments())
+    return TrainingLoop(arguments, LoopModel(model, strategy, adapted=adapted), data, to_the_last_step(), hooks)
 
 
 def same(one: Any, other: Any) -> bool:

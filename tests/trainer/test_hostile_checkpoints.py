@@ -169,17 +169,18 @@ def test_replaced_best_weights_are_refused_as_the_result(tmp_path: Path):
     import torch
     from safetensors.torch import save_file
 
-    def stopper() -> EarlyStopper:
-        return EarlyStopper(EarlyStopping(patience=1), tmp_path / "best", ProcessWorld(0, 1))
-
     def write_weights(placed: object, path: Path) -> FileEntry:
         save_file({"weight": torch.ones(2)}, path)
         return entry_of(path)
 
-    strategy = SimpleNamespace(write_weights=write_weights)
-    loop: Any = SimpleNamespace(parts=SimpleNamespace(strategy=strategy), placed=None)
+    strategy: Any = SimpleNamespace(write_weights=write_weights)
+    placed: Any = None
+
+    def stopper() -> EarlyStopper:
+        return EarlyStopper(EarlyStopping(patience=1), tmp_path / "best", ProcessWorld(0, 1), strategy)
+
     first = stopper()
-    first.should_stop(3, {"loss": 0.5}, loop)
+    first.should_stop(3, {"loss": 0.5}, placed)
     assert first.best_weights() == tmp_path / "best" / "step-3.safetensors"
     resumed = stopper()
     resumed.restore(json.loads(json.dumps(first.state())))

@@ -14,9 +14,9 @@ import pytest
 
 from finetune_contract.arguments import FREE, check_arguments, groups_by_length, known_arguments
 from finetune_contract.trainer_job import Training
-from finetune_trainer.training.loop import LoopParts, TrainingLoop
+from finetune_trainer.training.loop import TrainingLoop
 from finetune_trainer.training.training_arguments import tf32_setting
-from trainer_support.no_checkpoints import NoCheckpoints
+from trainer_support.no_checkpoints import to_the_last_step
 from trainer_support.tasks import training_of
 
 
@@ -119,36 +119,29 @@ def loop_of(bench, tmp_path: Path) -> Callable[..., TrainingLoop]:
     """Return a function that sets up a loop with these training fields on the tiny model, in this process."""
 
     def made(**training: Any) -> TrainingLoop:
-        from finetune_trainer.core.interruption import Interruption
         from finetune_trainer.core.progress import NoProgress
         from finetune_trainer.data.prepared import PreparedData
         from finetune_trainer.strategies.single import Single
         from finetune_trainer.tasks.task_registry import task_of
+        from finetune_trainer.training.loop_parts import LoopData, LoopHooks, LoopModel
         from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
         from finetune_trainer.training.run_observers import SilentObserver
-        from finetune_trainer.training.stopping import NeverStop
         from finetune_trainer.training.training_arguments import training_arguments
 
         job = bench.with_training(**training).job
         prepared, task, settings = PreparedData.open(bench.paths), task_of(job), job.training
         assert settings is not None
         strategy = Single("fp32")
-        parts = LoopParts(
-            strategy=strategy,
-            adapted=None,
-            order=EpochOrder(prepared.lengths("train"), settings.batch, 0, settings.seed, grouped=True),
+        model = LoopModel(task.head.build_model(job, prepared.facts), strategy, settings.optimizer)
+        data = LoopData(
+            EpochOrder(prepared.lengths("train"), settings.batch, 0, settings.seed, grouped=True),
             rows=TrainRows(prepared),
             collate=Collate(task.encoding, prepared.pad_token_id),
             validation=None,
-            observer=SilentObserver(NoProgress(), settings.max_steps),
-            saver=NoCheckpoints(),  # type: ignore[arg-type]
-            stopper=NeverStop(),
-            interruption=Interruption(),
-            save_on_preemption=False,
-            optimizer=settings.optimizer,
         )
+        hooks = LoopHooks(SilentObserver(NoProgress(), settings.max_steps))
         arguments = training_arguments(settings, tmp_path, strategy.arguments())
-        return TrainingLoop(task.head.build_model(job, prepared.facts), arguments, parts)
+        return TrainingLoop(arguments, model, data, to_the_last_step(), hooks)
 
     return made
 
@@ -196,7 +189,7 @@ def test_freed_device_memory_is_released_at_the_configured_steps(loop_of, monkey
     steps: list[int] = []
     loop = loop_of(max_steps=5, arguments={"torch_empty_cache_steps": 2})
     monkeypatch.setattr(
-        "finetune_trainer.training.loop.clear_device_cache", lambda: steps.append(loop.state.global_step)
+        "finetune_trainer.training.step.clear_device_cache", lambda: steps.append(loop.state.global_step)
     )
     loop.train()
     assert steps == [0, 2, 4]

@@ -28,6 +28,7 @@ from finetune_trainer.training.dealing import Deal
 from finetune_trainer.training.engine import Engine, StepFigures
 from finetune_trainer.training.reference_answers import ReferenceAnswers
 from finetune_trainer.training.saving import BackgroundWork, RunSaver
+from finetune_trainer.training.step import OptimizerStep
 from finetune_trainer.training.validation_rounds import Validation
 from suite_plugins.patience import patient
 from trainer_support.forking import fork_server
@@ -307,7 +308,7 @@ def test_figures_of_a_step_are_read_when_the_next_one_is_queued(here, monkeypatc
 
     events: list[str] = []
     monkeypatch.setattr(Engine, "runs_ahead", True)
-    monkeypatch.setattr(Engine, "step", recorded(events, "step", Engine.step))
+    monkeypatch.setattr(OptimizerStep, "take", recorded(events, "step", OptimizerStep.take))
     monkeypatch.setattr(StepFigures, "read", recorded(events, "read", StepFigures.read))
     monkeypatch.setattr(RunSaver, "save", recorded(events, "save", RunSaver.save))
     monkeypatch.setattr(Validation, "metrics", recorded(events, "validate", Validation.metrics))

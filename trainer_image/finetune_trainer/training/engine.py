@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,15 +47,6 @@ _NOT_DECAYED = ("bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm
 """Name patterns of weights without weight decay, besides all of `nn.LayerNorm`; those of transformers' Trainer, whose
 optimizer groups are in the checkpoints.
 """
-
-
-@dataclass(frozen=True)
-class OptimizerStep:
-    """Figures of one optimizer step."""
-
-    learning_rate: float
-    grad_norm: Any
-    """Norm before clipping, a number or a tensor on the device; None where DeepSpeed computes none."""
 
 
 class StepFigures:
@@ -210,13 +200,15 @@ class Engine:
         """Add the gradients of `loss`; `last`: of the last micro-batch of a step."""
         self.accelerator.backward(loss)
 
-    def step(self) -> OptimizerStep:
-        """Clip the gradients, step, and clear them."""
+    def clip_and_step(self) -> Any:
+        """Clip the gradients, and step the optimizer. Return their norm before clipping, a number or a tensor on the
+        device; None where DeepSpeed computes none.
+        """
         grad_norm = self._clipped(self.args.max_grad_norm or math.inf)
         self.optimizer.step()
         if (own := self._strategy.replica_step) is not None:
             own.share_weights()
-        return self._stepped(grad_norm)
+        return grad_norm
 
     def _clipped(self, most: float) -> Any:
         """Clip the gradients and return their norm before; under FSDP it is a DTensor."""
@@ -229,26 +221,26 @@ class Engine:
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), most)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _stepped(self, grad_norm: Any) -> OptimizerStep:
-        done = OptimizerStep(float(self.schedule.get_last_lr()[0]), grad_norm)
+    def step_schedule(self) -> float:
+        """Step the schedule, after the optimizer. Return the learning rate that it has stepped with."""
+        learning_rate = float(self.schedule.get_last_lr()[0])
         if not self.optimizer.step_was_skipped:  # with fp16, where gradients overflow
             self.schedule.step()
-        self.wrapped.zero_grad()
-        return done
+        return learning_rate
 
     @property
     def runs_ahead(self) -> bool:
         """Return True if the device works beside the host, which queues the next step before it reads `figures`."""
         return self.args.device.type == "cuda"
 
-    def figures(self, loss: torch.Tensor, done: OptimizerStep) -> StepFigures:
+    def figures(self, loss: torch.Tensor, grad_norm: Any) -> StepFigures:
         """Return the mean over all ranks of their `loss`, and the norm of the gradients, on their way to the host.
         Every rank must call it.
         """
         found = [self.accelerator.gather(loss).mean().double()]
-        if isinstance(done.grad_norm, torch.Tensor):
-            found.append(done.grad_norm.to(found[0].device, torch.float64).reshape(()))
-        return StepFigures(torch.stack(found), None if len(found) > 1 else done.grad_norm)
+        if isinstance(grad_norm, torch.Tensor):
+            found.append(grad_norm.to(found[0].device, torch.float64).reshape(()))
+        return StepFigures(torch.stack(found), None if len(found) > 1 else grad_norm)
 
 
 class DeepSpeedEngine(Engine):
@@ -288,11 +280,11 @@ class DeepSpeedEngine(Engine):
         engine.set_gradient_accumulation_boundary(is_boundary=last)
         engine.backward(loss, scale_wrt_gas=False)
 
-    def step(self) -> OptimizerStep:
-        """Make the engine clip, step and clear the gradients."""
+    def clip_and_step(self) -> Any:
+        """Make the engine clip, step and clear the gradients, and return their norm before."""
         engine: Any = self.wrapped
         engine.step()
-        return self._stepped(engine.get_global_grad_norm())
+        return engine.get_global_grad_norm()
 
 
 def engine_of(model: PreTrainedModel, args: TrainingArguments, strategy: Strategy, *, adapted: bool) -> Engine:

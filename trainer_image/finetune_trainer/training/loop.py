@@ -1,10 +1,10 @@
-"""The training loop: rows, forward and backward, one optimizer step, a report, validation, a checkpoint.
+"""The training loop: rows, one optimizer step, a report, validation, a checkpoint.
 
-`TrainingLoop.train` shows the order. The model with its wrappers, optimizer and gradients is in `Engine`; rows,
-strategy, checkpoints and reports are passed as `LoopParts`. The settings are transformers' `TrainingArguments`; its
-`Trainer` is not used (`training.script` runs programs that use one).
+`TrainingLoop.train` shows the order. Forward, backward and the change of the weights are in `OptimizerStep`, the model
+with its wrappers and optimizer in `Engine`; the other collaborators are passed in four values (`loop_parts.py`). The
+settings are transformers' `TrainingArguments`; its `Trainer` is not used (`training.script` runs programs that use
+one).
 
-- The loss of a step is the mean over the whole global batch, for any number of ranks and accumulation steps.
 - Validation and checkpoints follow the step's report, so that a checkpoint holds a finished step.
 - One small all-reduce in host memory at the start of a step shares its items and requests to stop with every rank.
 - On a GPU the host runs ahead of the device, and waits for it once a step: for the figures of the step before, when it
@@ -16,149 +16,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from accelerate.utils.memory import clear_device_cache
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from finetune_contract.choices import CheckpointingMode, OptimizerName
 from finetune_contract.layout import FailureClass
-from finetune_contract.report import TimePart
 from finetune_trainer.core.allocator import give_back_freed_memory
 from finetune_trainer.core.distributed import summed
 from finetune_trainer.core.failures import StageError
-from finetune_trainer.core.interruption import Interruption, preempted
-from finetune_trainer.core.slices import LABELS
-from finetune_trainer.models.adapters import Adapted
-from finetune_trainer.models.float8 import InFloat8
-from finetune_trainer.strategies.strategy_protocol import Placed, Strategy
-from finetune_trainer.tasks.task_protocol import REFERENCE, Objective
+from finetune_trainer.core.interruption import preempted
+from finetune_trainer.strategies.strategy_protocol import Placed
+from finetune_trainer.tasks.task_protocol import REFERENCE
 from finetune_trainer.training.engine import StepFigures, engine_of
-from finetune_trainer.training.order import Collate, EpochOrder, TrainRows, micro_batches
-from finetune_trainer.training.passes.activations import Activations, OnDevice, assert_checkpointing_in_effect
-from finetune_trainer.training.passes.known_padding import KnownPadding, known_padding
-from finetune_trainer.training.passes.objective import ModelLoss
-from finetune_trainer.training.passes.packed_attention import PackAttention, WithMasks
-from finetune_trainer.training.reference_answers import NoReference, Reference
-from finetune_trainer.training.timing import Lap, PartClock
-from finetune_trainer.training.validation_rounds import Validation
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """One finished optimizer step."""
-
-    step: int
-    epoch: float
-    loss: float
-    learning_rate: float
-    grad_norm: float | None
-    seconds: float
-    """Seconds from requesting its rows, or from the loss of the step before if that came later, to its loss; without
-    evaluation and checkpoints.
-    """
-    samples: int
-    tokens: int
-    computed_tokens: int
-    """`tokens` with padding."""
-    parts: Mapping[TimePart, float]
-    """Seconds since the previous step, or since the start."""
-
-    @property
-    def rates(self) -> dict[str, float]:
-        """Return the rates over all processes; tokens without padding."""
-        return {
-            "samples_per_second": self.samples / self.seconds,
-            "tokens_per_second": self.tokens / self.seconds,
-        }
-
-
-class Observer(Protocol):
-    """Receives finished steps and evaluations."""
-
-    def on_step(self, report: StepReport) -> None:
-        """Handle a finished step; called after every step, on every rank."""
-
-    def on_validation_batch(self, step: int, done: int) -> None:
-        """Handle a finished batch of an evaluation after `step`; called on every rank."""
-
-    def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Handle a finished evaluation; called on every rank, with the same figures."""
-
-    def on_pause(self, step: int, parts: Mapping[TimePart, float]) -> None:
-        """Handle the end of an evaluation or checkpoint after `step`, with the time since the step; on every rank."""
-
-
-class Saver(Protocol):
-    """Writes and reads checkpoints of a running loop."""
-
-    def wants(self) -> bool:
-        """Return whether a checkpoint by the clock is due; called on rank 0."""
-
-    def due(self, step: int, *, by_clock: bool) -> bool:
-        """Return whether to save after `step`; the same answer on every rank."""
-
-    def save(self, loop: TrainingLoop, *, wait: bool) -> None:
-        """Save a checkpoint, and `wait` until it is valid, or let it be written beside the training; every rank calls
-        it.
-        """
-
-    @property
-    def writing(self) -> bool:
-        """True from `save` to `finish` of a checkpoint that is written beside the training; alike on all ranks."""
-
-    def finish(self) -> None:
-        """Wait for a checkpoint that is written beside the training; every rank calls it."""
-
-    def resume(self, loop: TrainingLoop) -> None:
-        """Restore model, optimizer, schedule, the count of steps, and the generators; every rank calls it."""
-
-
-class Stopper(Protocol):
-    """Decides whether to end before the last step."""
-
-    def should_stop(self, step: int, metrics: Mapping[str, float], loop: TrainingLoop) -> bool:
-        """Return the decision after an evaluation; called on every rank, with the same figures."""
-
-    @property
-    def stopped(self) -> bool:
-        """Return whether it has decided to stop, in this attempt or in the resumed one."""
-
-
-@dataclass(frozen=True)
-class LoopParts:
-    """Collaborators of the loop."""
-
-    strategy: Strategy
-    adapted: Adapted | None
-    """Adapter in the model; None: all weights are trained."""
-    order: EpochOrder
-    rows: TrainRows
-    collate: Collate
-    validation: Validation | None
-    observer: Observer
-    saver: Saver
-    stopper: Stopper
-    interruption: Interruption
-    save_on_preemption: bool
-    optimizer: OptimizerName = "adamw"
-    checkpointing: CheckpointingMode = "none"
-    in_float8: InFloat8 | None = None
-    """Layers in fp8; None: no layer multiplies in fp8."""
-    activations: Activations = field(default_factory=OnDevice)
-    packs: PackAttention = field(default_factory=WithMasks)
-    clock: PartClock = field(default_factory=PartClock)
-    objective: Objective = field(default_factory=ModelLoss)
-    """Loss to minimise."""
-    reference: Reference = field(default_factory=NoReference)
-    callbacks: Sequence[TrainerCallback] = ()
-    """Experiment trackers; of transformers' events they receive the begin, the end and the figures of a training."""
+from finetune_trainer.training.loop_parts import LoopData, LoopHooks, LoopModel, LoopSchedule, StepReport
+from finetune_trainer.training.order import micro_batches
+from finetune_trainer.training.passes.activations import assert_checkpointing_in_effect
+from finetune_trainer.training.step import OptimizerStep
+from finetune_trainer.training.timing import Lap
 
 
 @dataclass(frozen=True)
@@ -187,13 +66,19 @@ class _Unreported:
 class TrainingLoop:
     """One run over `max_steps` optimizer steps."""
 
-    def __init__(self, model: PreTrainedModel, args: TrainingArguments, parts: LoopParts) -> None:
+    def __init__(
+        self, args: TrainingArguments, model: LoopModel, data: LoopData, schedule: LoopSchedule, hooks: LoopHooks
+    ) -> None:
         self.args = args
-        self.parts = parts
-        self.engine = engine_of(model, args, parts.strategy, adapted=parts.adapted is not None)
+        self._model = model
+        self._data = data
+        self._schedule = schedule
+        self._hooks = hooks
+        self.engine = engine_of(model.loaded, args, model.strategy, adapted=model.adapted is not None)
+        self._step = OptimizerStep(self.engine, model, hooks.clock.enter)
         self.state = TrainerState(
             max_steps=args.max_steps,
-            num_train_epochs=math.ceil(args.max_steps / parts.order.steps),
+            num_train_epochs=math.ceil(args.max_steps / data.order.steps),
             logging_steps=1,
             is_local_process_zero=args.local_process_index == 0,
             is_world_process_zero=args.process_index == 0,
@@ -209,81 +94,55 @@ class TrainingLoop:
 
     def train(self, *, resume: bool = False) -> None:
         """Train to the last step, or until the stopper ends the run. `resume`: start from the saver's checkpoint."""
-        clock, engine, state, order = self.parts.clock, self.engine, self.state, self.parts.order
+        clock, state, order = self._hooks.clock, self.state, self._data.order
         self._set_up(resume)
         steps = micro_batches(self._loader(), order, state.global_step, self.args.gradient_accumulation_steps)
         while state.global_step < state.max_steps and not self._stopped:
-            started = time.monotonic()
-            clock.enter("data")
-            batches = next(steps)
-            clock.enter("rest")
-            counts = [[self.parts.collate.items(micro) for micro in self._passed(batch)] for batch in batches]
-            agreed = self._agree(sum(map(sum, counts)))
-            loss = torch.zeros((), device=self.args.device)
-            for number, (batch, items) in enumerate(zip(batches, counts, strict=True), start=1):
-                last = number == len(batches)
-                with nullcontext() if last else engine.accumulating():
-                    loss += self._forward_and_backward(batch, items, agreed.items, last=last)
-            self._average_gradients()
-            clock.enter("optimizer")
-            done = engine.step()
-            self._scale_weights()
-            self._report()  # the step before, whose number `state` still has
-            state.global_step += 1
-            state.epoch = state.global_step / order.steps
-            clock.enter("rest")
-            figures = engine.figures(loss, done)
-            self._unreported = _Unreported(figures, done.learning_rate, started, clock.end_lap())
-            if not engine.runs_ahead:
-                self._report()
+            agreed = self._train_step(steps)
             self._validate_and_save(agreed)
         self._report()
-        if self.parts.saver.writing:
+        if self._schedule.saver.writing:
             clock.enter("checkpoint")
-            self.parts.saver.finish()
+            self._schedule.saver.finish()
             clock.enter("rest")
         self._notify_trackers("on_train_end")
 
     # ---------------------------------------------------------------------------------------------------------- set-up
 
     def _set_up(self, resume: bool) -> None:
-        parts, engine = self.parts, self.engine
+        model, engine = self._model, self.engine
         engine.start(self._first_loss)
         placed = engine.placed
-        engine.assert_in_effect(parts.optimizer)
-        if parts.adapted is not None:
-            parts.adapted.assert_in_effect(placed.model)
-        if parts.in_float8 is not None:
-            parts.in_float8.assert_in_effect(placed.model)
-        assert_checkpointing_in_effect(parts.checkpointing, placed.model, parts.strategy.name)
-        parts.activations.watch(placed.wrapped)
+        engine.assert_in_effect(model.optimizer)
+        if model.adapted is not None:
+            model.adapted.assert_in_effect(placed.model)
+        if model.in_float8 is not None:
+            model.in_float8.assert_in_effect(placed.model)
+        assert_checkpointing_in_effect(model.checkpointing, placed.model, model.strategy.name)
+        model.activations.watch(placed.wrapped)
         self._ask_reference()
         if resume:
-            parts.saver.resume(self)
-            self._stopped = parts.stopper.stopped
-        self._scale_weights()
+            self._schedule.saver.resume(self)
+            self._stopped = self._schedule.stopper.stopped
+        self._step.scale_weights()
         self._notify_trackers("on_train_begin")
-
-    def _scale_weights(self) -> None:
-        if self.parts.in_float8 is not None:
-            self.parts.in_float8.scale_weights(self.engine.model)
 
     def _first_loss(self, model: torch.nn.Module) -> torch.Tensor:
         """Return the loss of an epoch's first micro-batch, with 0 for the reference's answers, measured later."""
-        parts = self.parts
-        batch = parts.collate(parts.rows.without_reference(next(iter(parts.order))))
-        pairs = torch.zeros(parts.collate.items(batch))
-        batch |= {f"{REFERENCE}{name}": pairs for name in parts.objective.compares}
-        with parts.packs.over(batch):
-            return parts.objective.loss(model, self.engine.to_device(batch))
+        data, objective = self._data, self._model.objective
+        batch = data.collate(data.rows.without_reference(next(iter(data.order))))
+        pairs = torch.zeros(data.collate.items(batch))
+        batch |= {f"{REFERENCE}{name}": pairs for name in objective.compares}
+        with self._model.packs.over(batch):
+            return objective.loss(model, self.engine.to_device(batch))
 
     def _ask_reference(self) -> None:
         """Measure the reference: before the first step and any checkpoint, the model is in its initial state."""
-        if not self.parts.objective.compares:
+        if not self._model.objective.compares:
             return
-        clock = self.parts.clock
+        clock = self._hooks.clock
         clock.enter("evaluation")
-        self.parts.reference.measure(self.engine.wrapped, self.args.device)
+        self._data.reference.measure(self.engine.wrapped, self.args.device)
         give_back_freed_memory()
         clock.enter("start")
 
@@ -291,9 +150,9 @@ class TrainingLoop:
         args = self.args
         workers = args.dataloader_num_workers
         return DataLoader(
-            self.parts.rows,
-            batch_sampler=self.parts.order,
-            collate_fn=self.parts.collate,
+            self._data.rows,
+            batch_sampler=self._data.order,
+            collate_fn=self._data.collate,
             num_workers=workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
@@ -304,78 +163,39 @@ class TrainingLoop:
 
     # ------------------------------------------------------------------------------------------------------------ step
 
+    def _train_step(self, steps: Iterator[list[dict[str, torch.Tensor]]]) -> _StepAgreement:
+        """Take one step, and report the one before; on a CPU, report this one, too."""
+        clock, engine, state = self._hooks.clock, self.engine, self.state
+        started = time.monotonic()
+        clock.enter("data")
+        loaded = next(steps)
+        clock.enter("rest")
+        batches = [self._step.batch_of(tensors, self._data.collate.items) for tensors in loaded]
+        agreed = self._agree(sum(sum(batch.items) for batch in batches))
+        done = self._step.take(batches, agreed.items, clear_cache=self._clears_cache())
+        self._report()  # the step before, whose number `state` still has
+        state.global_step += 1
+        state.epoch = state.global_step / self._data.order.steps
+        clock.enter("rest")
+        figures = engine.figures(done.loss, done.grad_norm)
+        self._unreported = _Unreported(figures, done.learning_rate, started, clock.end_lap())
+        if not engine.runs_ahead:
+            self._report()
+        return agreed
+
     def _agree(self, items: int) -> _StepAgreement:
         """Sum `items` over all ranks, which in the same call agree on stopping and saving after the step."""
-        wanted = self.args.process_index == 0 and self.parts.saver.wants()
-        stop_requested = self.parts.interruption.requested
+        wanted = self.args.process_index == 0 and self._schedule.saver.wants()
+        stop_requested = self._schedule.interruption.requested
         if torch.distributed.is_initialized():
-            self.parts.clock.enter("communication")
+            self._hooks.clock.enter("communication")
         of_step, asks, wants = summed([items, stop_requested, wanted])
         return _StepAgreement(of_step, asks > 0, wants > 0)
 
-    def _passed(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """Divide a batch of the loader into the micro-batches of a pass through a pipeline; without one, keep it."""
-        own = self.parts.strategy.replica_step
-        if own is None or own.passed == 1:
-            return [dict(batch)]
-        parts = {name: value.chunk(own.passed) for name, value in batch.items()}
-        return [{name: part[index] for name, part in parts.items()} for index in range(own.passed)]
-
-    def _forward_and_backward(
-        self, batch: Mapping[str, torch.Tensor], items: Sequence[int], of_step: float, *, last: bool
-    ) -> torch.Tensor:
-        """Add the gradients of a batch, and return its share in the loss of the step. `items`: those of its
-        micro-batches, counted before the transfer to the device, for which the host need not wait.
-        """
-        clock, own = self.parts.clock, self.parts.strategy.replica_step
-        padding = KnownPadding.of(batch)
-        clock.enter("data")  # on its way to the device
-        packs = self.parts.packs.over(batch)
-        batch = self.engine.to_device(batch)
-        counts = iter(items)
-        if own is not None and own.pipeline is not None:
-            clock.enter("forward_backward")
-
-            def share_of(stage: Any, micro: dict[str, torch.Tensor]) -> torch.Tensor:
-                return self._share(stage, micro, next(counts), of_step)
-
-            with known_padding(padding.of_each(own.passed) if padding is not None else None):
-                loss = own.pipeline.step(self._passed(batch), share_of)
-        else:
-            clock.enter("forward")
-            with known_padding(padding), packs:
-                loss = self._share(self.engine.wrapped, batch, next(counts), of_step)
-            if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
-                clear_device_cache()
-            clock.enter("backward")
-            self.engine.backward(loss, last=last)
-        clock.enter("rest")
-        return loss.detach()
-
-    def _share(self, model: Any, batch: dict[str, torch.Tensor], items: int, of_step: float) -> torch.Tensor:
-        """Return the micro-batch's share in the mean over the global batch, times the ranks, because gradients are
-        averaged over them; processes of one replica read the same rows, and are counted as often on both sides. Where
-        the tokens of rows are divided, each process counts its own.
-
-        mean over global batch = sum over micro-batches of (mean of micro-batch x its items) / items of the global batch
-        """
-        with self.parts.activations.forward():
-            if items:
-                mean = self.parts.objective.loss(model, batch)
-                share: torch.Tensor = mean * (items * self.args.world_size / of_step)
-            else:
-                # A window may hold no item; the mean over none is NaN, and all ranks have to run the backward pass.
-                outputs = model(**{name: value for name, value in batch.items() if name not in LABELS})
-                share = outputs.logits.sum() * 0.0
-        self.parts.activations.assert_in_effect(self.parts.strategy.name)
-        self.parts.packs.assert_in_effect()
-        return share
-
-    def _average_gradients(self) -> None:
-        """Average the gradients over the global batch, where the strategy does it itself."""
-        if (own := self.parts.strategy.replica_step) is not None:
-            self.parts.clock.enter("communication")
-            own.average_gradients(self.engine.model)
+    def _clears_cache(self) -> bool:
+        """Return whether the step releases freed memory of the device."""
+        every = self.args.torch_empty_cache_steps
+        return bool(every and self.state.global_step % every == 0)
 
     # ---------------------------------------------------------------------------------------------------- after a step
 
@@ -394,7 +214,7 @@ class TrainingLoop:
                 f"The loss is {loss} at step {step} with learning rate {learning_rate:.3g}.",
                 "Lower training.learningRate, lengthen training.warmupSteps, or train in fp32.",
             )
-        order, of_epoch = self.parts.order, (step - 1) % self.parts.order.steps
+        order, of_epoch = self._data.order, (step - 1) % self._data.order.steps
         report = StepReport(
             step=step,
             epoch=self.state.epoch,
@@ -405,50 +225,50 @@ class TrainingLoop:
             samples=order.step_rows,
             tokens=order.step_tokens(of_epoch),
             computed_tokens=order.step_computed_tokens(of_epoch),
-            parts=self.parts.clock.seconds(of_step.lap),
+            parts=self._hooks.clock.seconds(of_step.lap),
         )
-        self.parts.observer.on_step(report)
+        self._hooks.observer.on_step(report)
         norm = {} if report.grad_norm is None else {"grad_norm": report.grad_norm}
         figures = {"loss": loss, **norm, "learning_rate": report.learning_rate, "epoch": report.epoch, **report.rates}
         self._notify_trackers("on_log", logs=figures)
 
     def _notify_trackers(self, event: str, **figures: Any) -> None:
-        for callback in self.parts.callbacks:
+        for callback in self._hooks.callbacks:
             getattr(callback, event)(self.args, self.state, TrainerControl(), model=self.engine.model, **figures)
 
     def _validate_and_save(self, agreed: _StepAgreement) -> None:
         """Validate at the end of an epoch, save when due, and raise StageError PREEMPTED when asked to stop."""
-        step, clock = self.state.global_step, self.parts.clock
+        step, clock, saver = self.state.global_step, self._hooks.clock, self._schedule.saver
         last = step >= self.state.max_steps
-        validates = self.parts.validation is not None and (step % self.parts.order.steps == 0 or last)
+        validates = self._data.validation is not None and (step % self._data.order.steps == 0 or last)
         if validates:
             self._report()
             clock.enter("evaluation")
             self._validate(step)
             clock.enter("rest")
         stop = agreed.stop and not (last or self._stopped)
-        saves = self.parts.saver.due(step, by_clock=agreed.save) or (stop and self.parts.save_on_preemption)
+        saves = saver.due(step, by_clock=agreed.save) or (stop and self._schedule.save_on_preemption)
         if saves:
             self._report()  # no checkpoint has a loss that is not finite
             clock.enter("checkpoint")
             give_back_freed_memory()
             # Nothing goes on beside the last one, and nobody waits for a thread of a process that is being evicted.
-            self.parts.saver.save(self, wait=last or stop or self._stopped)
+            saver.save(self, wait=last or stop or self._stopped)
             give_back_freed_memory()
             clock.enter("rest")
         if validates or saves:
-            self.parts.observer.on_pause(step, clock.lap())
+            self._hooks.observer.on_pause(step, clock.lap())
         if stop:
             self._report()
-            self.parts.saver.finish()
+            saver.finish()
             raise preempted(f"after step {step} of {self.state.max_steps}")
 
     def _validate(self, step: int) -> None:
-        assert self.parts.validation is not None
+        assert self._data.validation is not None
         give_back_freed_memory()
-        on_batch = partial(self.parts.observer.on_validation_batch, step)
-        metrics = self.parts.validation.metrics(self.engine.wrapped, self.args.device, on_batch)
+        on_batch = partial(self._hooks.observer.on_validation_batch, step)
+        metrics = self._data.validation.metrics(self.engine.wrapped, self.args.device, on_batch)
         give_back_freed_memory()
-        self.parts.observer.on_validation(step, metrics)
+        self._hooks.observer.on_validation(step, metrics)
         self._notify_trackers("on_log", logs={f"eval_{name}": value for name, value in metrics.items()})
-        self._stopped = self.parts.stopper.should_stop(step, metrics, self)
+        self._stopped = self._schedule.stopper.should_stop(step, metrics, self.placed)

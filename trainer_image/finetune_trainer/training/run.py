@@ -7,7 +7,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -44,7 +43,8 @@ from finetune_trainer.tasks.metric_names import refuse_unknown_metrics
 from finetune_trainer.tasks.task_protocol import Objective
 from finetune_trainer.tasks.task_registry import task_of
 from finetune_trainer.training.dealing import Deal
-from finetune_trainer.training.loop import LoopParts, Observer, TrainingLoop
+from finetune_trainer.training.loop import TrainingLoop
+from finetune_trainer.training.loop_parts import LoopData, LoopHooks, LoopModel, LoopSchedule
 from finetune_trainer.training.measured_run import peak_memory, resident_peak
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
 from finetune_trainer.training.passes.activations import InHostMemory, OnDevice
@@ -121,9 +121,11 @@ def train(
     arguments = training_arguments(training, paths.checkpoints, strategy.arguments())
     rank_observer = observer if world.is_main else SilentObserver(progress, training.max_steps)
     tracked = Tracked(job.name, paths.tracking, saver.first_step, os.environ)
-    parts = _parts(run, start, order, rank_observer, saver, stopper, interruption, clock)
+    data = _data(run, start, order, partial(rank_observer.on_validation_batch, saver.first_step))
+    model = _model(run, start)
+    schedule = LoopSchedule(saver, stopper, interruption, training.checkpoints.on_preemption)
     with tracking(training.arguments if world.is_main else {}, tracked) as callbacks:
-        loop = TrainingLoop(start.model, arguments, replace(parts, callbacks=callbacks))
+        loop = TrainingLoop(arguments, model, data, schedule, LoopHooks(rank_observer, clock, callbacks))
         if world.is_main:
             history.begin(saver.first_step)
         progress.update(saver.first_step, training.max_steps)
@@ -131,7 +133,7 @@ def train(
         _train(loop, resume=resume)
     clock.enter("finish")
     give_back_freed_memory()
-    with trained_weights(run, loop, stopper) as weights:
+    with trained_weights(run, loop.placed, stopper) as weights:
         peaks = gathered(peak_memory(training.world.device, loop.placed, memory_before))
         if not world.is_main:
             return Outcome({}, {}, run.prepared.facts.fingerprint)
@@ -203,16 +205,8 @@ def _objective(run: TrainingRun, model: PreTrainedModel) -> Objective:
     return objective_of(run.task.head, model, training.label_smoothing, in_chunks=in_chunks)
 
 
-def _parts(
-    run: TrainingRun,
-    start: StartedModel,
-    order: EpochOrder,
-    observer: Observer,
-    saver: RunSaver,
-    stopper: EarlyStopper | NeverStop,
-    interruption: Interruption,
-    clock: PartClock,
-) -> LoopParts:
+def _data(run: TrainingRun, start: StartedModel, order: EpochOrder, on_batch: Callable[[int], None]) -> LoopData:
+    """Return the rows. `on_batch`: called with the number of each batch that the reference answers."""
     training, prepared, settings = run.training, run.prepared, run.training.strategy
     tokens = _validation_tokens(start.model, training.batch.micro_batch_size, prepared.facts.max_length)
     # In a forward pass that fails on one GPU the others must not wait for it.
@@ -221,29 +215,29 @@ def _parts(
     memory = None if alone else device_memory(training.world.device)
     ranks = training.batch.data_parallel
     deal = Deal(prepared, run.task, tokens, run.data_rank, ranks, run.tokens_of_rows, halves=halves, memory=memory)
-    reference = _reference(run, start, deal, order, partial(observer.on_validation_batch, saver.first_step))
-    return LoopParts(
-        strategy=run.strategy,
-        adapted=start.adapted,
-        in_float8=start.in_float8,
-        order=order,
+    reference = _reference(run, start, deal, order, on_batch)
+    return LoopData(
+        order,
         rows=TrainRows(prepared, reference.answers),
         collate=Collate(run.task.encoding, prepared.pad_token_id, run.tokens_of_rows),
         validation=Validation(deal, reference.answers) if VALIDATION in prepared.facts.splits else None,
-        objective=start.objective,
         reference=reference,
-        observer=observer,
-        saver=saver,
-        stopper=stopper,
-        interruption=interruption,
-        save_on_preemption=training.checkpoints.on_preemption,
-        optimizer=training.optimizer,
+    )
+
+
+def _model(run: TrainingRun, start: StartedModel) -> LoopModel:
+    training, settings = run.training, run.training.strategy
+    device = torch.device(training.world.device)
+    return LoopModel(
+        start.model,
+        run.strategy,
+        training.optimizer,
+        objective=start.objective,
+        adapted=start.adapted,
+        in_float8=start.in_float8,
+        packs=pack_attention(start.model, training, device, packing=run.job.preparation.packing),
         checkpointing=settings.activation_checkpointing,
-        packs=pack_attention(
-            start.model, training, torch.device(training.world.device), packing=run.job.preparation.packing
-        ),
         activations=InHostMemory() if settings.offload_activations == "cpu" else OnDevice(),
-        clock=clock,
     )
 
 
@@ -289,7 +283,7 @@ def _stopper(run: TrainingRun) -> EarlyStopper | NeverStop:
             "Name one in dataset.splits.validation, or leave training.earlyStopping out.",
         )
     refuse_unknown_metrics(run.job, run.task.scoring.metrics[run.prepared.facts.label_form])
-    return EarlyStopper(run.training.early_stopping, run.paths.checkpoints / "best", run.world)
+    return EarlyStopper(run.training.early_stopping, run.paths.checkpoints / "best", run.world, run.strategy)
 
 
 def _saver(run: TrainingRun, start: StartedModel, stopper: EarlyStopper | NeverStop) -> RunSaver:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from finetune_contract.report import TimePart
 from finetune_trainer.core.progress import ProgressSink
 from finetune_trainer.report.history import History
-from finetune_trainer.training.loop import StepReport
+from finetune_trainer.training.loop_parts import StepReport
 from finetune_trainer.training.timing import rounded
 
 log = logging.getLogger(__name__)

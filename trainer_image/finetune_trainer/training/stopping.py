@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import LOWER_IS_BETTER
@@ -15,9 +15,7 @@ from finetune_trainer.core.distributed import ProcessWorld, barrier
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.files import sha256_of
 from finetune_trainer.core.storage import storage_errors_named
-
-if TYPE_CHECKING:
-    from finetune_trainer.training.loop import TrainingLoop
+from finetune_trainer.strategies.strategy_protocol import Placed, Strategy
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +23,7 @@ log = logging.getLogger(__name__)
 class NeverStop:
     """Never stops before the last step."""
 
-    def should_stop(self, step: int, metrics: Mapping[str, float], loop: TrainingLoop) -> bool:
+    def should_stop(self, step: int, metrics: Mapping[str, float], placed: Placed) -> bool:
         """Return False."""
         return False
 
@@ -57,16 +55,17 @@ class EarlyStopper:
     A smaller value is better for metrics in LOWER_IS_BETTER, a greater one for all others.
     """
 
-    def __init__(self, settings: EarlyStopping, folder: Path, world: ProcessWorld) -> None:
+    def __init__(self, settings: EarlyStopping, folder: Path, world: ProcessWorld, strategy: Strategy) -> None:
         self._settings = settings
         self._folder = folder
         self._world = world
+        self._strategy = strategy
         self._best: float | None = None
         self._best_step = 0
         self._best_sha256: str | None = None
         self._without_improvement = 0
 
-    def should_stop(self, step: int, metrics: Mapping[str, float], loop: TrainingLoop) -> bool:
+    def should_stop(self, step: int, metrics: Mapping[str, float], placed: Placed) -> bool:
         """Decide, on every rank from the same figures; rank 0 writes the weights."""
         name = self._settings.metric
         better = self._best is None or (
@@ -76,7 +75,7 @@ class EarlyStopper:
             self._without_improvement += 1
             return self.stopped
         self._best, self._best_step, self._without_improvement = metrics[name], step, 0
-        self._write(loop)
+        self._write(placed)
         barrier()
         return False
 
@@ -85,7 +84,7 @@ class EarlyStopper:
         """Return whether the patience is used up."""
         return self._without_improvement >= self._settings.patience
 
-    def _write(self, loop: TrainingLoop) -> None:
+    def _write(self, placed: Placed) -> None:
         """Write the new weights, then delete the others: a run that is killed here still has its best weights."""
         path = self._folder / f"step-{self._best_step}.safetensors"
         partial = path.with_suffix(".partial")
@@ -93,7 +92,7 @@ class EarlyStopper:
             self._folder.mkdir(parents=True, exist_ok=True)
         try:
             with storage_errors_named(partial, "keeping the best weights"):
-                entry = loop.parts.strategy.write_weights(loop.placed, partial)
+                entry = self._strategy.write_weights(placed, partial)
             if entry is None:
                 return
             self._best_sha256 = entry.sha256

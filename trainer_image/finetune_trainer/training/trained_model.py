@@ -21,9 +21,8 @@ from finetune_trainer.core.storage import storage_errors_named
 from finetune_trainer.models.adapters import Adapted, write_adapter_and_merge
 from finetune_trainer.models.float8 import InFloat8
 from finetune_trainer.models.loading import load_tokenizer, position_limit
-from finetune_trainer.strategies.strategy_protocol import tied_names
+from finetune_trainer.strategies.strategy_protocol import Placed, tied_names
 from finetune_trainer.tasks.task_protocol import Objective
-from finetune_trainer.training.loop import TrainingLoop
 from finetune_trainer.training.run_inputs import TrainingRun
 from finetune_trainer.training.stopping import EarlyStopper, NeverStop
 
@@ -43,7 +42,7 @@ class StartedModel:
 
 
 @contextmanager
-def trained_weights(run: TrainingRun, loop: TrainingLoop, stopper: EarlyStopper | NeverStop) -> Iterator[Path]:
+def trained_weights(run: TrainingRun, placed: Placed, stopper: EarlyStopper | NeverStop) -> Iterator[Path]:
     """Yield the path of a file that rank 0 has: the weights of the best evaluation, or the last ones, in a file that is
     deleted in the end. In host memory they would take as much as the model.
     """
@@ -54,7 +53,7 @@ def trained_weights(run: TrainingRun, loop: TrainingLoop, stopper: EarlyStopper 
         return
     try:
         with storage_errors_named(path, "gathering the trained weights"):
-            run.strategy.write_weights(loop.placed, path)
+            run.strategy.write_weights(placed, path)
         yield path
     finally:
         if run.world.is_main:
