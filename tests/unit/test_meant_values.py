@@ -50,7 +50,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "write [id, tweet]",
     ),
     "a metric for the block": ({"evaluation": "accuracy"}, "evaluation", "write {metrics: [accuracy]}"),
-    "a count for the block": ({"training": "3 epochs"}, "training", "write {epochs: 3}"),
     "a word as a switch": ({"training": {"precision": {"bf16": True}}}, "training.precision",
         "write bf16",
     ),
@@ -69,7 +68,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         'set spec.dataset.splits.train to "train[:90%]" and spec.dataset.splits.validation to "train[90%:]"',
     ),
     "a number with its unit": ({"preparation": {"maxLength": "512 tokens"}}, "preparation.maxLength", "write 512"),
-    "a power of ten": ({"training": {"learningRate": "2*10^-5"}}, "training.learningRate", "write 2e-05"),
     "quotes of a word processor": ({"training": {"epochs": "\u201c3\u201d"}}, "training.epochs", "write 3"),
     "a comma behind a number": ({"training": {"epochs": "3,"}}, "training.epochs", "write 3"),
     "no number": ({"runPolicy": {"maxRestarts": "never"}}, "runPolicy.maxRestarts", "write 0"),
@@ -108,9 +106,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "copy the data, and write hf://ORG/NAME, file://PATH or pvc://CLAIM/PATH: wasbs:// is not supported in this "
         "version",
     ),
-    "files of Databricks": ({"dataset": {"uri": "dbfs:/rows/*.csv"}}, "dataset.uri",
-        "write file:///dbfs/rows/*.csv (the folder of Databricks' own machines)",
-    ),
     "a claim without its scheme": (
         {"storage": {"workspace": "results"}}, "storage.workspace", "write pvc://results",
     ),
@@ -133,19 +128,9 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "copy the model, and write hf://ORG/NAME, file://PATH or pvc://CLAIM/PATH: models:// is not supported in this "
         "version",
     ),
-    "a model of Databricks": ({"model": {"uri": "dbfs:/m"}}, "model.uri",
-        "write file:///dbfs/m (the folder of Databricks' own machines)",
-    ),
-    "predictions on Databricks": ({"predict": {"output": "dbfs:/x/y.jsonl"}}, "predict.output",
-        "write file:///dbfs/x/y.jsonl (the folder of Databricks' own machines)",
-    ),
     "a workspace of one machine": ({"storage": {"workspace": "./runs"}}, "storage.workspace",
         "write pvc://CLAIM/PATH: it is a path of one machine, which pods cannot write to"),
     "a folder in the home folder": ({"model": {"uri": "~/model"}}, "model.uri", "write file://~/model"),
-    "a page of the Hub": ({"model": {"uri": "hf://a/b/tree/main"}}, "model.uri", "write hf://a/b"),
-    "a page of a branch": ({"model": {"uri": "hf://a/b/tree/v2"}}, "model.uri",
-        "set spec.model.uri to hf://a/b and spec.model.revision to v2"),
-    "a file of a branch": ({"dataset": {"uri": "hf://a/b/blob/v2/x.csv"}}, "dataset.uri", "write hf://a/b@v2"),
     "two slashes": ({"model": {"uri": "hf://a//b"}}, "model.uri", "write hf://a/b"),
     "a slash at the begin": ({"dataset": {"uri": "hf:///a/b"}}, "dataset.uri", "write hf://a/b"),
     "the kind of a repository": ({"model": {"uri": "hf://models/a/b"}}, "model.uri", "write hf://a/b"),
@@ -153,10 +138,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "a query": ({"model": {"uri": "hf://a/b?library=x"}}, "model.uri", "write hf://a/b"),
     "a number to learn": ({"task": "regression"}, "task",
         "write text-classification (fractions in the label column are numbers to learn)"),
-    "names of labels on the left": (
-        {"dataset": {"uri": "hf://c/d", "labels": {"neg": -1, "1": "pos"}}}, "dataset.labels.neg",
-        'write "-1": neg, with the value of the data on the left',
-    ),
     "precision of DeepSpeed": (
         {"parallelism": {"strategy": "deepspeed", "deepspeedConfig": {"bf16": {"enabled": True}}}},
         "parallelism.deepspeedConfig.bf16.enabled",
@@ -182,7 +163,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "a short name of a metric": (
         {"evaluation": {"gate": {"metric": "acc", "minimum": 85}}}, "evaluation.gate.metric",
         "did you mean accuracy? text-classification has accuracy, f1, precision, recall, pearson, spearmanr, r2, mse, "
-        "mae, loss; accuracy is at most 1, so minimum is 0.85",
+        "mae, loss",
     ),
     "a column by the name of another task": (
         {"dataset": {"uri": "hf://a/b", "columns": {"input": "message", "label": "kind"}}}, "dataset.columns.input",

@@ -324,7 +324,7 @@ edit.
 
 def refusals() -> Iterator[tuple[str, range]]:
     """Yield the module and the lines of each call that refuses something."""
-    for module in sorted(PLANNING.glob("*.py")):
+    for module in sorted(PLANNING.rglob("*.py")):
         for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "refusing":
                 yield module.name, range(node.lineno, (node.end_lineno or node.lineno) + 1)

@@ -439,7 +439,7 @@ def test_the_world(spec, hardware, world):
                 "spec.resources.processesPerNode",
                 "3",
                 "must not exceed spec.resources.gpusPerNode: each GPU runs one process",
-                "set it to auto, which is 2: one process per GPU",
+                "set it to auto or to the number of GPUs",
             ),
             id="more processes than GPUs",
         ),
@@ -450,7 +450,8 @@ def test_the_world(spec, hardware, world):
                 "spec.parallelism.strategy",
                 '"single"',
                 "single runs one process, and spec.resources requests more",
-                "set it to auto, or set spec.resources.nodes and spec.resources.processesPerNode to 1",
+                "use ddp, fsdp, deepspeed or auto, or set spec.resources.nodes and spec.resources.processesPerNode "
+                "to 1",
             ),
             id="single over two processes",
         ),
@@ -954,8 +955,7 @@ AS_ON_THE_NODE = {"gpusPerNode": "auto"}
 def test_violation_that_depends_on_the_node_reads_as_in_validation(spec, hardware, rule):
     broken = next(each for each in RULES if each.name == rule)
     problems = refused(spec, hardware=hardware)
-    path, text = broken.reported(job(spec).spec)
-    assert [problem[::2] for problem in problems] == [(f"spec.{path}", text)]
+    assert [problem[::2] for problem in problems] == [(f"spec.{broken.path}", broken.text)]
 
 
 def test_problems_of_one_group_are_reported_together():

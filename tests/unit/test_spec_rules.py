@@ -13,7 +13,7 @@ import yaml
 from each_case import each_case
 from finetune_operator.spec.fields.shapes import find, spec_shape
 from finetune_operator.spec.rules import RULES, cel
-from finetune_operator.spec.rules.column_rules import COLUMN_TASKS
+from finetune_operator.spec.rules.column_rules import BLOCKS, COLUMN_TASKS
 from finetune_operator.spec.rules.processes import certain_ranks, nearest_multiples
 from finetune_operator.spec.types import FineTuneJobSpec
 
@@ -43,7 +43,9 @@ def rows(kind: str) -> Iterator[Any]:
 
 
 def test_every_rule_has_rows() -> None:
-    columns = [f"{block}-{column}-is-read" for block in ("dataset", "predict.dataset") for column in COLUMN_TASKS]
+    columns = [
+        f"{block}.columns.{column}-is-for-{tasks[0]}" for block in BLOCKS for column, tasks in COLUMN_TASKS.items()
+    ]
     assert [rule.name for rule in RULES if rule.name not in columns] == [*ROWS]
     assert {rule.name for rule in RULES} == {*ROWS, *columns}
     assert len(RULES) > 40
@@ -65,7 +67,9 @@ def test_a_column_is_refused_for_tasks_that_do_not_read_it(column: str) -> None:
     assert tasks is not None
     for task in tasks.words:
         patch = {"task": task, "dataset": {"uri": "hf://c/d", "columns": {column: "x"}}}
-        expected = [] if task in COLUMN_TASKS[column] else [f"dataset-{column}-is-read"]
+        expected = (
+            [] if task in COLUMN_TASKS[column] else [f"dataset.columns.{column}-is-for-{COLUMN_TASKS[column][0]}"]
+        )
         assert broken_by(laid_over(patch)) == expected
 
 
@@ -120,26 +124,11 @@ def test_hint_for_an_indivisible_batch_names_the_nearest_valid_ones() -> None:
     assert (certain_ranks(spec), nearest_multiples(100, 16), nearest_multiples(3, 16)) == (16, (96, 112), (16,))
 
 
-@pytest.mark.parametrize(
-    ("parallelism", "resources", "field", "text"),
-    [
-        ({"tensor": 3}, {"gpusPerNode": 4}, "parallelism.tensor", "must divide the number of processes"),
-        (
-            {"tensor": 2, "pipeline": {"degree": 3}},
-            {"gpusPerNode": 8},
-            "parallelism.tensor",
-            "times pipeline.degree must divide the number of processes",
-        ),
-        ({"sequence": 5}, {"gpusPerNode": 8}, "parallelism.sequence", "must divide the number of processes"),
-        ({"tensor": 3}, {"processesPerNode": 4}, "resources.processesPerNode", "times spec.resources.nodes must be"),
-    ],
-)
-def test_uneven_replicas_are_reported_at_the_field_that_the_job_sets(
-    parallelism: dict[str, Any], resources: dict[str, Any], field: str, text: str
-) -> None:
-    spec = laid_over({"task": "text-generation", "parallelism": parallelism, "resources": resources})
+def test_hint_for_uneven_replicas_names_degrees_and_a_product_that_divides() -> None:
     rule = next(rule for rule in RULES if rule.name == "model-parallel-divides-world")
-    assert not rule.holds(spec)
-    reported = rule.reported(spec)
-    assert reported[0] == field
-    assert reported[1].startswith(text)
+    parallelism = {"tensor": 2, "pipeline": {"degree": 3}}
+    spec = laid_over({"task": "text-generation", "parallelism": parallelism, "resources": {"gpusPerNode": 8}})
+    assert rule.advice is not None
+    assert rule.advice(spec) == (
+        "8 processes are not a multiple of tensor 2 x pipeline 3: use a product that divides 8, e.g. 4"
+    )

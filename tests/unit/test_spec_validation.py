@@ -108,10 +108,10 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.template.env[0].name", "Forbidden", "is set from spec.secrets.hubToken"),
     ],
     "epochs-and-steps": [
-        ("spec.training.maxSteps", "Invalid", "replaces spec.training.epochs: only one of the two"),
+        ("spec.training.maxSteps", "Invalid", "cannot be combined with spec.training.epochs, which it"),
     ],
     "evaluation-without-dataset": [
-        ("spec.dataset", "Required", "is required for evaluation"),
+        ("spec.dataset", "Required", "is required for training and evaluation"),
     ],
     "frame-odds": [
         ("apiVersion", "Required", "is required"),
@@ -130,8 +130,8 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.predict.output", "Invalid", "must end in .jsonl or .parquet, which also sets the"),
         ("spec.model.revision", "Invalid", "applies to the Hub only: spec.model.uri must begin with hf://"),
         ("spec.dataset.config", "Invalid", "applies to the Hub only: spec.dataset.uri must begin with hf://"),
-        ("spec.training.warmupSteps", "Invalid", "has no effect with the scheduler constant"),
-        ("spec.resources.accelerator", "Invalid", "has no effect while spec.resources.gpusPerNode is 0"),
+        ("spec.training.warmupSteps", "Invalid", "cannot be combined with spec.training.scheduler constant"),
+        ("spec.resources.accelerator", "Invalid", "needs spec.resources.gpusPerNode"),
     ],
     "image-form": [
         ("spec.image", "Invalid", "must be an image such as registry.example.com/team/train"),
@@ -144,7 +144,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.template.imagePullSecrets[1].name", "Duplicate", "is a duplicate"),
     ],
     "labels-of-tags": [
-        ("spec.dataset.labels", "Invalid", "is read by text-classification only"),
+        ("spec.dataset.labels", "Invalid", "applies to text-classification only"),
     ],
     "launcher-of-others": [
         ("spec.launcher", "NotSupported", "must be one of auto, pytorchjob, mpijob, job"),
@@ -229,7 +229,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("apiVersion", "NotSupported", "must be finetune.dev/v1alpha1, the version that is serve"),
     ],
     "pair-for-tokens": [
-        ("spec.dataset.columns.textPair", "Invalid", "is read by text-classification only"),
+        ("spec.dataset.columns.textPair", "Invalid", "applies to text-classification only"),
     ],
     "queue": [
         ("spec.runPolicy.queue", "NotYetSupported", "is not supported in this version"),
@@ -245,12 +245,12 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.runPolicy.priorityClassName", "Invalid", "must be a name of lowercase letters, digits, - and . that"),
     ],
     "script-beside-the-loop": [
-        ("spec.training.epochs", "Invalid", "configures the built-in loop, which spec.training.script"),
-        ("spec.training.learningRate", "Invalid", "configures the built-in loop, which spec.training.script"),
-        ("spec.training.arguments", "Invalid", "configures the built-in loop, which spec.training.script"),
-        ("spec.parallelism.strategy", "Invalid", "configures the built-in loop, which spec.training.script"),
-        ("spec.checkpoints.every", "Invalid", "configures the built-in loop, which spec.training.script"),
-        ("spec.preparation.maxLength", "Invalid", "configures the built-in loop, which spec.training.script"),
+        ("spec.training.epochs", "Invalid", "cannot be combined with spec.training.script, which"),
+        ("spec.training.learningRate", "Invalid", "cannot be combined with spec.training.script, which"),
+        ("spec.training.arguments", "Invalid", "cannot be combined with spec.training.script, which"),
+        ("spec.parallelism.strategy", "Invalid", "cannot be combined with spec.training.script, which"),
+        ("spec.checkpoints.every", "Invalid", "cannot be combined with spec.training.script, which"),
+        ("spec.preparation.maxLength", "Invalid", "cannot be combined with spec.training.script, which"),
     ],
     "script-form": [
         ("spec.training.script.git.ref", "Invalid", "must be a branch, tag or commit"),

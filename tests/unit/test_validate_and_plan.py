@@ -114,11 +114,11 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "degrees that 16 GPUs are no multiple of": (
         {"parallelism": {"tensor": 2, "pipeline": {"degree": 3}}, "resources": {"nodes": 2, "gpusPerNode": 8}},
-        "parallelism.tensor",
+        "parallelism",
     ),
     "slices that 16 GPUs are no multiple of": (
         {"task": "text-generation", "parallelism": {"sequence": 5}, "resources": {"nodes": 2, "gpusPerNode": 8}},
-        "parallelism.sequence",
+        "parallelism",
     ),
     "fp8 without a GPU": ({"training": {"precision": "fp8"}}, "training.precision"),
     "one process on eight GPUs": (

@@ -185,4 +185,4 @@ def test_hints_cut_long_values_of_the_job(spec: dict[str, Any]) -> None:
 def test_number_too_large_for_any_field_is_refused(spec: tuple[str, str], number: float) -> None:
     block, name = spec
     _, problems = validate_job(job(**{block: {name: number}}))
-    assert [problem.path for problem in problems] == [f"spec.{block}.{name}"]
+    assert problems[0].path == f"spec.{block}.{name}"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
 
 from finetune_contract.choices import CheckpointingMode, OptimizerName
 from finetune_contract.report import TimePart
@@ -15,6 +15,7 @@ from finetune_trainer.models.adapters import Adapted
 from finetune_trainer.models.float8 import InFloat8
 from finetune_trainer.strategies.strategy_protocol import Placed, Strategy
 from finetune_trainer.tasks.task_protocol import Objective
+from finetune_trainer.training.engine import Engine
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
 from finetune_trainer.training.passes.activations import Activations, OnDevice
 from finetune_trainer.training.passes.objective import ModelLoss
@@ -23,8 +24,19 @@ from finetune_trainer.training.reference_answers import NoReference, Reference
 from finetune_trainer.training.timing import PartClock
 from finetune_trainer.training.validation_rounds import Validation
 
-if TYPE_CHECKING:
-    from finetune_trainer.training.loop import TrainingLoop
+
+class RunningLoop(Protocol):
+    """Parts of a loop that its checkpoints hold."""
+
+    state: TrainerState
+
+    @property
+    def engine(self) -> Engine:
+        """The model in training, with optimizer and schedule."""
+
+    @property
+    def placed(self) -> Placed:
+        """The model and the optimizer as the strategy placed them."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +80,7 @@ class Saver(Protocol):
     def due(self, step: int, *, by_clock: bool) -> bool:
         """Return whether to save after `step`; the same answer on every rank."""
 
-    def save(self, loop: TrainingLoop, *, wait: bool) -> None:
+    def save(self, loop: RunningLoop, *, wait: bool) -> None:
         """Save a checkpoint, and `wait` until it is valid, or let it be written beside the training; every rank calls
         it.
         """
@@ -80,7 +92,7 @@ class Saver(Protocol):
     def finish(self) -> None:
         """Wait for a checkpoint that is written beside the training; every rank calls it."""
 
-    def resume(self, loop: TrainingLoop) -> None:
+    def resume(self, loop: RunningLoop) -> None:
         """Restore model, optimizer, schedule, the count of steps, and the generators; every rank calls it."""
 
 

@@ -35,7 +35,7 @@ from finetune_trainer.strategies.strategy_protocol import Strategy
 
 if TYPE_CHECKING:
     from finetune_trainer.strategies.shard_files import StagedState
-    from finetune_trainer.training.loop import TrainingLoop
+    from finetune_trainer.training.loop_parts import RunningLoop
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class RunSaver:
         """Return True by steps or by the clock; only by the clock when the schedule is in minutes."""
         return by_clock or (self._schedule.every_minutes is None and step % self._schedule.every_steps == 0)
 
-    def save(self, loop: TrainingLoop, *, wait: bool) -> None:
+    def save(self, loop: RunningLoop, *, wait: bool) -> None:
         """Write every rank's part; rank 0 seals the checkpoint. Return on all ranks when it is valid.
 
         If the schedule is asynchronous, and not to `wait`: return once the state is copied, of which a thread of each
@@ -203,7 +203,7 @@ class RunSaver:
                 self._store.abandon(step)
             raise
 
-    def _begin(self, loop: TrainingLoop, step: int) -> None:
+    def _begin(self, loop: RunningLoop, step: int) -> None:
         """Create the folder, with all but the state of model and optimizer, which is small."""
         folder, main = self._store.partial(step), self._world.is_main
         if main:
@@ -243,7 +243,7 @@ class RunSaver:
         barrier()
         self._saved_any = True
 
-    def resume(self, loop: TrainingLoop) -> None:
+    def resume(self, loop: RunningLoop) -> None:
         """Restore the loop and the stopper from the checkpoint that `find` chose, the generators last."""
         folder = self._chosen().folder
         self._strategy.load(loop.placed, self._chosen().part(_STATE))

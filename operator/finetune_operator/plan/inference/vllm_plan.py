@@ -15,7 +15,6 @@ from finetune_operator.endpoints.kinds import ADAPTER_RANKS, RUNTIME_PREFIX, VLL
 from finetune_operator.plan.models.assumed_models import is_well_known
 from finetune_operator.plan.types.draft import Draft, decided
 from finetune_operator.plan.types.plan_types import VllmServer
-from finetune_operator.spec.rules.vllm_rules import serves_by_vllm
 from finetune_operator.spec.types import EndpointSpec
 
 PATH = ("endpoint", "optimization")
@@ -43,7 +42,8 @@ PROCESS_BYTES = 4 << 30
 
 def by_vllm(draft: Draft) -> bool:
     """Return whether vLLM serves the endpoint."""
-    return serves_by_vllm(draft.spec) and Stage.SERVE in draft.stages
+    endpoint = draft.spec.endpoint
+    return endpoint is not None and endpoint.optimization == "vllm" and Stage.SERVE in draft.stages
 
 
 def choose_vllm(draft: Draft, endpoint: EndpointSpec) -> tuple[Draft, VllmServer | None]:

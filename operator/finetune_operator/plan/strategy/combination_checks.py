@@ -18,11 +18,10 @@ def check_rules(draft: Draft) -> Draft:
     spec = _decided_spec(draft)
     for rule in RULES:
         if not rule.holds(spec):
-            field, text = rule.reported(draft.spec)
-            path = tuple(field.split("."))
+            path = tuple(rule.path.split("."))
             value = value_at(draft.spec.model_dump(mode="json", by_alias=True), path)
             hint = rule.advice(spec) if rule.advice else rule.hint
-            draft = draft.refusing(path, value, text, hint, "Required" if value is None else "Invalid")
+            draft = draft.refusing(path, value, rule.text, hint, "Required" if value is None else "Invalid")
     return draft
 
 

@@ -136,15 +136,14 @@ def _template(spec: FineTuneJobSpec) -> Iterator[Problem]:
 
 def _broken(rule: Rule, spec: FineTuneJobSpec, written: JsonValue) -> Problem:
     """Return the problem of a spec that breaks a rule; `written` is its document."""
-    field, text = rule.reported(spec)
-    path: Path = tuple(field.split("."))
+    path: Path = tuple(rule.path.split("."))
     given = value_at(written, path)
     if given is None:
         given = value_at(spec.model_dump(mode="json", by_alias=True), path)
     shown = None if given is None else describe_value(given, path)
     advice = rule.advice(spec) if rule.advice else rule.hint
     reason: Reason = "Required" if given is None else "Invalid"
-    return Problem(f"spec.{field}", shown, text, advice, reason=reason)
+    return Problem(f"spec.{rule.path}", shown, rule.text, advice, reason=reason)
 
 
 def _reads(rule: Rule, gone: Set[Path], touched: Set[Path]) -> bool:
@@ -180,8 +179,7 @@ def _rule_against(spec: FineTuneJobSpec, argument: str, given: JsonValue) -> str
         return None
     for rule in RULES:
         if rule.holds(spec) and not rule.holds(changed):
-            path, text = rule.reported(changed)
-            return f"spec.{path} {text}"
+            return f"spec.{rule.path} {rule.text}"
     return None
 
 

@@ -15,7 +15,7 @@ from finetune_contract.metrics import GREATEST, metrics_of
 from finetune_operator.spec.checks.copied import settle
 from finetune_operator.spec.fields.field_values import value_at
 from finetune_operator.spec.quantities import parse_quantity
-from finetune_operator.spec.types import EvaluationSpec, FineTuneJobSpec
+from finetune_operator.spec.types import RETIRED_MARK, EndpointSpec, EvaluationSpec, FineTuneJobSpec, TrafficSpec
 
 HIGH_RATES: Mapping[OptimizerName, float] = {"adamw": 0.01, "adafactor": 0.1, "sgd": 1.0}
 """Learning rates above which fine-tuning diverges. AdamW moves each weight by about the rate in a step: published
@@ -61,13 +61,15 @@ WRITING: Mapping[Task, str] = {
     "translation": "google-t5/t5-small",
 }
 """Tasks with written answers -> small models that can write them."""
-RETIRED: Mapping[str, str] = {
-    "endpoint.takesOver": "a Service or an HTTPRoute of your own leads requests from one job's endpoint to another's",
-    "endpoint.traffic.canarySeconds": "a canary takes over once spec.endpoint.traffic.canaryPercent is unset",
-    "endpoint.traffic.maxErrorPercent": "alerts on the servers' metrics find errors of a canary",
-    "endpoint.traffic.maxLatencyRatio": "alerts on the servers' metrics find a slow canary",
+RETIRED: Mapping[str, tuple[str, str]] = {
+    f"{block}.{info.alias}": (name, info.description.removeprefix(RETIRED_MARK).removesuffix("."))
+    for block, model in (("endpoint", EndpointSpec), ("endpoint.traffic", TrafficSpec))
+    for name, info in model.model_fields.items()
+    if info.description is not None and info.description.startswith(RETIRED_MARK)
 }
-"""Fields without effect, which the schema keeps so that stored jobs and manifests stay valid -> what to use."""
+"""Fields without effect, which the schema keeps so that stored jobs and manifests stay valid -> name in the model, and
+what to use, as the description says.
+"""
 MOST_NOTICES = 20
 """Maximum number of notices for one job; they go into an object's status, and nobody reads more."""
 
@@ -102,9 +104,9 @@ def _retired(spec: FineTuneJobSpec) -> Iterator[str]:
     """Yield fields that have no effect any more."""
     if spec.endpoint is None:
         return
-    values: JsonValue = {"endpoint": spec.endpoint.model_dump(mode="json", by_alias=True)}
-    for path, instead in RETIRED.items():
-        if value_at(values, tuple(path.split("."))) is not None:
+    for path, (name, instead) in RETIRED.items():
+        block = spec.endpoint.traffic if path.startswith("endpoint.traffic.") else spec.endpoint
+        if getattr(block, name, None) is not None:
             yield f"spec.{path} is retired and has no effect: {instead}"
     traffic = spec.endpoint.traffic
     if traffic is not None and traffic.gateway is None:

@@ -82,9 +82,7 @@ def uri_hint(path: str, value: JsonValue, prefixes: Sequence[str]) -> Hint:
     uri, content = as_uri(value), _content_at(path)
     text = value if isinstance(value, str) else ""
     if uri is not None and uri.startswith(tuple(prefixes)):
-        return ReplaceBy(uri, "the folder of Databricks' own machines" if text.lower().startswith("dbfs:") else "")
-    if _TABLE.fullmatch(text):
-        return f"export the table to files, and write {listed([_FORMS[each] for each in prefixes if each in _FORMS])}"
+        return ReplaceBy(uri)
     if re.match(r"[A-Za-z]:[\\/]", text):
         return windows_path_hint(text)
     claim = re.fullmatch(r"(?:pvc:/*)?(?P<name>[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:/.*)?)", text)
@@ -119,28 +117,21 @@ def as_uri(value: JsonValue) -> str | None:
     return f"hf://{text}" if is_hub_name(text) and not _TABLE.fullmatch(text) else None
 
 
+_TABLE = re.compile(r"(?:[A-Za-z_]\w*\.){2}[A-Za-z_]\w*")
+"""Table of a catalogue: `main.support.chats`; no repository of the Hub without an organisation has two dots."""
+
+
 _LOCAL_SLASHES = 2
 """Slashes of a `file://` URI before a relative path."""
 
 
 def _as_file(scheme: str, slashes: int, rest: str) -> str | None:
-    """Return the `file://` URI behind a path with another number of slashes or of Databricks; None: it is neither."""
+    """Return the `file://` URI behind a path with another number of slashes; None: it is none."""
     if re.match(r"[A-Za-z]:", rest):
         return None
-    match scheme:
-        case "file":
-            return f"file://{rest}" if slashes in (0, _LOCAL_SLASHES) else f"file:///{rest}"
-        case "dbfs" if slashes:
-            return f"file:///dbfs/{rest}"
-    return None
-
-
-_TABLE = re.compile(r"(?:[A-Za-z_]\w*\.){2}[A-Za-z_]\w*")
-"""Table of a catalogue: `main.support.chats`; no repository of the Hub without an organisation has two dots."""
-
-
-_SITE_PATH = re.compile(r"(?P<name>[^/]+/[^/]+)/(?:tree|blob|resolve)/(?P<revision>[^/]+)(?:/.*)?")
-"""Path of a page on the Hub's site, below the name of a repository."""
+    if scheme != "file":
+        return None
+    return f"file://{rest}" if slashes in (0, _LOCAL_SLASHES) else f"file:///{rest}"
 
 
 def hub_name_hint(path: str, name: str) -> Hint:
@@ -159,8 +150,6 @@ def hub_name_hint(path: str, name: str) -> Hint:
     for nearest in (as_uri(name.rstrip("/")), as_uri(plain)):
         if nearest and nearest.startswith("hf://"):
             return ReplaceBy(nearest)
-    if (page := _SITE_PATH.fullmatch(plain)) is not None and is_hub_name(page["name"]):
-        return with_revision(page["name"], page["revision"])
     if found := _REVISION.fullmatch(plain):
         repository, revision = found[1].rstrip("/"), found[2] or found[3]
         if is_hub_name(repository):

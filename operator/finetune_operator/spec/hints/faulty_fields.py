@@ -17,9 +17,8 @@ from finetune_operator.spec.fields.field_values import Model, Path, Read, read_j
 from finetune_operator.spec.fields.meant_uris import is_uri
 from finetune_operator.spec.fields.shapes import Fields, Items, Map, Shape, find
 from finetune_operator.spec.hint_values import Drop, Hint, Move, Rename, ReplaceBy, SetTo, changes
-from finetune_operator.spec.hints.around import Around, around
 from finetune_operator.spec.hints.mounted_claims import in_claim, on_claim
-from finetune_operator.spec.hints.own_fields import dotted
+from finetune_operator.spec.hints.own_fields import Around, around, dotted
 from finetune_operator.spec.hints.unknown_names import content, unknown_name
 from finetune_operator.spec.hints.wrong_values import missing, takes, wrong_value
 from finetune_operator.spec.problems import MOST_PROBLEMS, PathPart, Problem, Reason, describe_value, format_path
@@ -155,8 +154,6 @@ def _unknown(path: Path, value: JsonValue, hint: Hint) -> Problem:
 
 def _in_document(hint: Hint, path: Path, value: JsonValue, spec: JsonValue) -> Hint:
     """Return the hint for an unknown field of a spec, some of whose places are taken."""
-    if path in (("volumes",), ("volumeMounts",)) and (uri := _mounted_anyway(spec)):
-        return Drop(f"pods mount the claim of {uri} themselves")
 
     def given_at(field: str) -> JsonValue:
         return value_at(spec, tuple(field.split(".")[1:])) if field.startswith("spec.") else None
@@ -178,24 +175,7 @@ def _in_document(hint: Hint, path: Path, value: JsonValue, spec: JsonValue) -> H
     # A value that the hint makes of another setting replaces the one that is there, but an address does not.
     if isinstance(hint, SetTo) and not same and (others or not field.endswith(".uri") or given == "auto"):
         return hint
-    if path == ("model", "checkpoint"):
-        return Drop("a run resumes from the newest checkpoint in spec.storage.workspace, with spec.checkpoints.resume")
     return Drop(f"{field} is already {describe_value(given, (field,))}{'' if same else '; or replace that value'}")
-
-
-def _mounted_anyway(spec: JsonValue) -> str | None:
-    """Return the URI in whose place pods mount the claims of all volumes of a spec; None: some volume has another use.
-
-    The paths are those of `dataset.uri` and `model.uri`, in a folder where the volumes are mounted.
-    """
-    volumes = value_at(spec, ("volumes",))
-    uris = [on_claim(value_at(spec, (block, "uri")), spec) for block in ("dataset", "model")]
-    named = {uri.removeprefix("pvc://").partition("/")[0]: uri for uri in uris if uri is not None}
-    for volume in volumes if isinstance(volumes, list) else [None]:
-        claim = value_at(volume, ("persistentVolumeClaim", "claimName"))
-        if not isinstance(claim, str) or claim not in named:
-            return None
-    return next(iter(named.values()), None)
 
 
 def _set(document: JsonValue, path: Path, value: JsonValue) -> bool:

@@ -6,7 +6,8 @@ Nothing here is accepted in place of our own names: `copied` lists the accepted 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,8 +16,8 @@ from pydantic import JsonValue
 from finetune_operator.spec import tables
 from finetune_operator.spec.fields.field_names import plain
 from finetune_operator.spec.hint_values import Drop, Hint, ReplaceBy, SetTo
-from finetune_operator.spec.hints.conversions import convert
 from finetune_operator.spec.launcher_rows import SUPPORTED
+from finetune_operator.spec.tables.machine_types import TYPE_LABEL, gpus_of
 
 _EVERYBODY = "Hugging Face, axolotl, LLaMA-Factory"
 
@@ -162,3 +163,114 @@ def marks_of_tools() -> Mapping[str, Sequence[str]]:
     """Return the names that identify a configuration of another tool, by tool."""
     found: Mapping[str, Sequence[str]] = _table()["marks"]
     return found
+
+
+def other_metric_names() -> Mapping[str, str]:
+    """Return the names of metrics in Hugging Face's `evaluate` by other common ones."""
+    found: Mapping[str, str] = _table()["metrics"]
+    return found
+
+
+# ------------------------------------------------------------------------------------- values under another tool's name
+
+Values = Mapping[str, JsonValue]
+_SPLITS = "spec.dataset.splits."
+_GPUS = "spec.resources.gpusPerNode"
+_COLUMNS_OF_TYPES: Mapping[str, Mapping[str, str]] = {
+    "chattemplate": {"messages": "messages"}, "sharegpt": {"messages": "conversations"},
+    "completion": {"text": "text"},
+}  # fmt: skip
+"""Type of a data set in axolotl -> its columns. Rows of alpaca have two of input, which a job joins first."""
+_CLAIM_NAME = r"[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?"
+
+
+def convert(conversion: str, given: JsonValue, beside: Values) -> Values:
+    """Return the values by dotted path that a conversion, with its arguments, makes of one; empty: it has none."""
+    name, *arguments = conversion.split()
+    return _CONVERSIONS[name](given, beside, *arguments)
+
+
+def _held_out(given: JsonValue, _beside: Values, role: str) -> Values:
+    """Split the rows of a role, given as a fraction (0.2) or a percentage (20), off the end of the split train."""
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        return {}
+    percent = round(100 * given) if given < 1 else round(given)
+    if not 0 < percent < 100:
+        return {}
+    kept = 100 - percent
+    return {f"{_SPLITS}train": f"train[:{kept}%]", f"{_SPLITS}{role}": f"train[{kept}%:]"}
+
+
+_DATA_FILE = re.compile(
+    r"(?P<scheme>file://|pvc://)?(?![A-Za-z][\w+.-]*:)(?P<folder>.*/)?(?P<stem>[^/]+?)"
+    r"\.(?:jsonl?|csv|tsv|txt|parquet|arrow)(?:\.\w+)?"
+)
+"""Path of a file with rows, of no other scheme."""
+_OTHER_FILES = re.compile(r"(?:validation|valid|val|dev|eval|evaluation|test)(?:file|files|data|dataset|path|uri|set)?")
+"""Names of the files beside that of the train split, as `plain` writes them."""
+
+
+def _data_file(given: JsonValue, beside: Values, role: str) -> Values:
+    """Convert the file of a split into the folder of all files and the split's name there, and a train file alone into
+    its address.
+    """
+    found = _DATA_FILE.fullmatch(given) if isinstance(given, str) else None
+    if found is None:
+        return {}
+    split: Values = {f"{_SPLITS}{role}": found["stem"]}
+    if role != "train":
+        return split
+    scheme = found["scheme"] or "file://"
+    if not any(_OTHER_FILES.fullmatch(plain(name)) for name in beside):
+        return {"spec.dataset.uri": f"{scheme}{str(given).removeprefix(scheme).removeprefix('./')}"}
+    folder = (found["folder"] or "").removeprefix("./").removesuffix("/") or ("/" if found["folder"] == "/" else "./")
+    return {"spec.dataset.uri": f"{scheme}{folder}", **split}
+
+
+def _data_sets(given: JsonValue, _beside: Values) -> Values:
+    """Convert axolotl's list of one data set: its address, and the columns that its type means."""
+    match given:
+        case [{"path": str(path), **others}]:
+            kind = str(others.get("type", "")).split(".")[0].split(":")[0]
+            columns = dict(_COLUMNS_OF_TYPES.get(plain(kind), {}))
+            if isinstance(named := others.get("field_messages"), str) and "messages" in columns:
+                columns["messages"] = named
+            uri = path if "://" in path else f"hf://{path}"
+            return {"spec.dataset.uri": uri} | {f"spec.dataset.columns.{role}": name for role, name in columns.items()}
+    return {}
+
+
+def _config_name(given: JsonValue, beside: Values) -> Values:
+    """Convert the name of a data set whose address stands beside it: it is that of its configuration."""
+    named = any(isinstance(beside.get(address), str) for address in ("uri", "path", "id", "repo", "repo_id"))
+    return {"spec.dataset.config": given} if named and isinstance(given, str) and "/" not in given else {}
+
+
+_CLAIM_NAMES = frozenset({"pvc", "pvcname", "claim", "claimname", "persistentvolumeclaim", "volumeclaim"})
+_CLAIM_PATHS = frozenset({"path", "subpath", "folder", "dir", "directory", "file", "pathinclaim"})
+
+
+def _claim_of(given: JsonValue, beside: Values, block: str) -> Values:
+    """Convert a claim, with a path beside or below it, into the URI of a block."""
+    if isinstance(given, dict):
+        beside = {"claimName": given.get("name")} | given
+    claim = next((each for name, each in beside.items() if plain(name) in _CLAIM_NAMES), None)
+    if not isinstance(claim, str) or not re.fullmatch(_CLAIM_NAME, claim):
+        return {}
+    rest = str(next((each for name, each in beside.items() if plain(name) in _CLAIM_PATHS), "")).strip("/")
+    return {f"spec.{block}.uri": f"pvc://{claim}/{rest}".rstrip("/")} if "://" not in rest else {}
+
+
+def _on_instances(given: JsonValue, beside: Values) -> Values:
+    """Convert a type of machine into a selector of its nodes, and into their GPUs where its name tells them."""
+    named = given.removeprefix("ml.") if isinstance(given, str) else ""  # Nodes outside SageMaker have no such prefix.
+    selector: Values = {"spec.template.nodeSelector": {TYPE_LABEL: named}} if named else {}
+    gpus = gpus_of(named)
+    told = any(plain(name).startswith("gpu") or plain(name) in ("numgpus", "ngpus") for name in beside)
+    return selector if gpus is None or told else {**selector, _GPUS: gpus}
+
+
+_CONVERSIONS: Mapping[str, Callable[..., Values]] = {
+    "held_out": _held_out, "data_file": _data_file, "data_sets": _data_sets, "config_name": _config_name,
+    "claim_of": _claim_of, "on_instances": _on_instances,
+}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Numbers that a text means: percentages, durations, powers, counts with a unit."""
+"""Numbers that a text means: percentages, durations, counts with a unit."""
 
 from __future__ import annotations
 
@@ -15,10 +15,6 @@ _QUOTES = "\u201c\u201d\u201e\u2018\u2019\"'"
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:%|percent|per cent)")
 _MULTIPLE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kKmM])")
 _NUMBER = re.compile(r"[-+]?[0-9.]+(?:e[-+]?[0-9]+)?", re.IGNORECASE)
-_POWER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*[*x\u00d7]\s*10\s*(?:\^|\*\*)\s*\(?(-?[0-9]+)\)?")
-"""Power of ten as in a paper: `2*10^-5`."""
-_GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
-_COMMA = re.compile(r"[0-9]+,[0-9]+")
 _COUNTED = re.compile(r"(?:[<>]=?|about|at (?:least|most)|max|last)?\s*([0-9]+(?:\.[0-9]+)?)\s*(?:x|[A-Za-z]{3,})?")
 """Number with the unit that the field has anyway, or with a word that it implies: `512 tokens`, `last 3`."""
 _SECONDS: Mapping[str, float] = {
@@ -54,23 +50,12 @@ def seconds_of(text: str) -> float | None:
     return float(found["number"] or 1) * _SECONDS[found["unit"]]
 
 
-def seconds_in(unit: str) -> float | None:
-    """Return the seconds of a unit of time; None: it is none."""
-    return _SECONDS.get(unit)
-
-
 def _numbers(text: str, leaf: str) -> Iterator[float | int]:
     timed = "seconds" in leaf.lower()
     if _NUMBER.fullmatch(text):
         yield from numbers_of(text)
     if found := _PERCENT.fullmatch(text):
         yield float(found[1]) / 100
-    if found := _POWER.fullmatch(text):
-        yield from numbers_of(f"{found[1]}e{found[2]}")
-    if _GROUPED.fullmatch(text):
-        yield int(text.replace(",", ""))
-    elif _COMMA.fullmatch(text):
-        yield from numbers_of(text.replace(",", "."))
     if timed and (seconds := seconds_of(text)) is not None:
         yield round(seconds * (1000 if "Milliseconds" in leaf else 1))
     elif found := _MULTIPLE.fullmatch(text):

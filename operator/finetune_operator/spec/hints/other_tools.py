@@ -12,17 +12,13 @@ from pydantic import JsonValue
 
 from finetune_contract.arguments import known_arguments
 from finetune_operator.spec.fields.field_names import DOCUMENT, spec_fields
-from finetune_operator.spec.hints.around import Around
 from finetune_operator.spec.hints.foreign_table import find_name, marks_of_tools
-from finetune_operator.spec.hints.unknown_names import translated
 from finetune_operator.spec.launcher_rows import LAUNCHERS
-from finetune_operator.spec.problems import Problem, all_of, shown_value
+from finetune_operator.spec.problems import Problem
 from finetune_operator.spec.types import API_VERSION, KIND
 
 _LEAST = 3
 """Minimum names of another tool that make a document its configuration; fewer are reported one by one."""
-_MOST = 32
-"""Maximum number of names that a message translates."""
 _WORKLOADS = frozenset({
     "CronJob", "Pod", "Deployment", "StatefulSet", "TFJob", "RayJob", "XGBoostJob", "PaddleJob", "JAXJob", "Workflow",
     *(each.kind for each in LAUNCHERS),
@@ -51,32 +47,11 @@ def _tool(names: Sequence[str]) -> str | None:
 
 
 def _configuration(path: str, tool: str, given: Mapping[str, JsonValue]) -> Problem:
-    names: dict[str, list[str]] = {}
-    values: dict[str, JsonValue] = {}
-    left = []
-    own = set(spec_fields()) if path else set()
-    for name, value in [(name, value) for name, value in given.items() if name not in own][:_MOST]:
-        row = find_name(name, path)
-        found = translated(("spec", name), value, Around(data="hf://", beside=given))
-        for field, each in found.items():
-            names.setdefault(field, []).append(name)
-            values[field] = each if each == "qlora" else values.get(field, each)
-        if not found and row is not None and row.field:
-            names.setdefault(row.field, []).append(name)
-        elif not found:
-            left.append(name)
-    pairs = [
-        f"{all_of(list(dict.fromkeys(theirs)))} {'is' if len(set(theirs)) == 1 else 'are'} {field}"
-        + (f": {shown_value(values[field], field)}" if field in values else "")
-        for field, theirs in names.items()
-    ]
-    begin = f"begin with apiVersion: {API_VERSION}, kind: {KIND}, metadata.name and spec.task" if not path else ""
-    if path and "spec.task" not in names and "task" not in given:
-        begin = "begin with spec.task, e.g. text-generation"
-    parts = [begin, f"here {', '.join(pairs)}" if pairs else "", f"leave out {', '.join(left)}" if left else ""]
-    hint = "; ".join([*filter(None, parts), "docs/names.md lists all names"])
+    begin = f"begin with apiVersion: {API_VERSION}, kind: {KIND}, metadata.name and spec.task; " if not path else ""
+    if path and "task" not in given:
+        begin = "begin with spec.task, e.g. text-generation; "
     rule = f"this is a configuration of {tool}, whose field names differ from those of a {KIND}"
-    return Problem(path, None, rule, hint, reason="Unknown")
+    return Problem(path, None, rule, f"{begin}docs/names.md lists the names that correspond here", reason="Unknown")
 
 
 def workload(value: JsonValue) -> Problem | None:

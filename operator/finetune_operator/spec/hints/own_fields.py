@@ -1,17 +1,23 @@
-"""Fields of the spec by their names, and by the words of their paths."""
+"""Fields of the spec by their names, by the words of their paths, and beside a field of a job."""
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
 from pydantic import JsonValue
 
 from finetune_contract.arguments import FREE
+from finetune_contract.metrics import METRICS
 from finetune_operator.spec.fields.field_names import plain
+from finetune_operator.spec.fields.field_values import Path, value_at
+from finetune_operator.spec.fields.meant_uris import on_hub
 from finetune_operator.spec.fields.shapes import Fields, Items, Map, Shape, find, spec_shape
 from finetune_operator.spec.fields.support import works
+from finetune_operator.spec.hints.foreign_table import find_value
 from finetune_operator.spec.problems import PathPart
 
 MEANINGLESS_ALONE = ("name", "key", "path", "url", "ref", "enabled", "degree")
@@ -143,3 +149,47 @@ def shares_fields(field: str, value: Mapping[str, JsonValue]) -> bool:
     shape = shape_at(field)
     own = shape.body.fields if shape is not None and isinstance(shape.body, Fields) else {}
     return bool(set(map(plain, own)) & set(map(plain, value)))
+
+
+@dataclass(frozen=True)
+class Around:
+    """Other fields of a job."""
+
+    task: JsonValue = None
+    """Task that the job means: column names depend on it."""
+    data: JsonValue = None
+    """URI of the data."""
+    beside: Mapping[str, JsonValue] = field(default_factory=dict)
+    """Object with the field."""
+
+    @property
+    def hub(self) -> bool:
+        """True if the data are on the Hub, whose splits have slices."""
+        return on_hub(self.data)
+
+
+NOTHING_AROUND = Around()
+
+
+def around(path: Path, spec: JsonValue) -> Around:
+    """Return the fields of a spec on which the meaning of the field at `path` depends."""
+    task, columns = value_at(spec, ("task",)), value_at(spec, ("dataset", "columns"))
+    if task == "question-answering" and isinstance(columns, dict) and "context" not in columns and "prompt" in columns:
+        task = "text-generation"  # A prompt and its answer, from a data set without texts that contain the answer.
+    above = value_at(spec, path[:-1])
+    beside = above if isinstance(above, dict) else {}
+    return Around(meant_task(task), value_at(spec, ("dataset", "uri")), beside)
+
+
+def meant_task(task: JsonValue) -> JsonValue:
+    """Return the task that a foreign or misspelt one, or one word of a name such as `llm-finetuning`, means; the same
+    value if there is none.
+    """
+    row = find_value("spec.task", task)
+    if row is not None:
+        return row.sets.get("spec.task", task)
+    words = task.lower() if isinstance(task, str) else ""
+    rows = [find_value("spec.task", word) for word in re.split(r"[^a-z0-9]+", words)]
+    tasks = {str(row.value) for row in rows if row is not None and row.value is not None}
+    near = difflib.get_close_matches(words, METRICS, n=1, cutoff=0.6 if len(tasks) != 1 else 0.8)
+    return near[0] if near else tasks.pop() if len(tasks) == 1 else task

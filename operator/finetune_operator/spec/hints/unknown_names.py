@@ -19,11 +19,10 @@ from finetune_operator.spec.fields.meant_uris import CLAIM, as_uri, is_uri
 from finetune_operator.spec.fields.shapes import Fields, Items, Map, Number
 from finetune_operator.spec.fields.support import works
 from finetune_operator.spec.hint_values import Drop, Hint, Move, Rename, SetTo, changes
-from finetune_operator.spec.hints.around import GLOBAL_BATCH, MICRO_BATCH, Around, rows_of_a_step
 from finetune_operator.spec.hints.foreign_table import NameRow, column_called, columns_of, find_name, find_value
-from finetune_operator.spec.hints.meant_numbers import seconds_in
 from finetune_operator.spec.hints.own_fields import (
     MEANINGLESS_ALONE,
+    Around,
     dotted,
     field_by_words,
     fields_by_name,
@@ -37,7 +36,6 @@ from finetune_operator.spec.hints.own_fields import (
 )
 from finetune_operator.spec.hints.wrong_values import fitting, meant
 from finetune_operator.spec.problems import PathPart, aside, is_secret_name
-from finetune_operator.spec.tables.deepspeed_keys import known_keys
 
 _CLOSE, _CLOSER = 0.6, 0.84
 """Similarity above which a name counts as a misspelt one: of the same object, and of another, where letters alone are
@@ -210,17 +208,17 @@ def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], 
         return Drop("the extension of a file determines its format")
     if above in ("spec.evaluation", "spec.evaluation.gate") and (gate := _gate(name, value)) is not None:
         return gate
-    if isinstance(value, int | float) and not isinstance(value, bool) and (timed := _in_seconds(path, value, names)):
-        return timed
     if above.endswith(".columns") and "textPair" in names:
-        return _by_column(name, above, value, names, around)
+        if (column := column_called(around.task, name)) is not None:
+            return Rename(column)
+        if isinstance(value, str) and value in names and not around.beside.keys() & set(names):
+            return SetTo({f"{above}.{value}": name}, "our name is on the left, that of the data right")
+        return None
     if above == "spec.dataset" and (column := column_called(around.task, name)) is not None:
         # A name of another setting, such as `source`, is one of a column only if it says so.
         listed = find_name(name, "dataset")
         said = words_of(name)[-1:] in (["column"], ["field"]) or (listed is None and not isinstance(value, dict | list))
         return SetTo({f"{_COLUMNS}.{column}": value}) if said and isinstance(value, str) else None
-    if name in known_keys().get(("zero_optimization",), ()) and "_" in name and find_name(name, "") is None:
-        return Move((f"spec.parallelism.deepspeedConfig.zero_optimization.{name}",))
     return None
 
 
@@ -234,34 +232,6 @@ def _gate(name: str, value: JsonValue) -> SetTo | None:
         return None
     limit = "maximum" if "maximum" in limits[:1] or metric in LOWER_IS_BETTER else "minimum"
     return SetTo({"spec.evaluation.gate.metric": metric, f"spec.evaluation.gate.{limit}": value})
-
-
-def _in_seconds(path: Sequence[PathPart], value: float, names: Sequence[str]) -> SetTo | None:
-    """Return the hint for a time in another unit than its field has, such as `timeoutMinutes`; None: it is none."""
-    *words, unit = words_of(str(path[-1])) or [""]
-    of_unit = seconds_in(unit)
-    if of_unit is None or (len(unit) == 1 and words):
-        return None
-    if not words:
-        minutes = value * of_unit / 60
-        whole = round(minutes) if minutes == round(minutes) else minutes
-        return SetTo({dotted((*path[:-1], "minutes")): whole}) if "minutes" in names else None
-    base = "".join(words)
-    own = next((dotted((*path[:-1], known)) for known in names if plain(known) == f"{base}seconds"), "")
-    row = find_name(base, str(path[-2]) if len(path) > 1 else "")
-    field = own or (row.field if row is not None else "")
-    return SetTo({field: round(value * of_unit)}) if "Seconds" in field and unit != "seconds" else None
-
-
-def _by_column(name: str, above: str, value: JsonValue, names: Sequence[str], around: Around) -> Hint | None:
-    """Return the hint for a name below `columns`: a common one of one of the task's columns, or a column of the data in
-    the place of ours; None: it is neither.
-    """
-    column = column_called(around.task, name)
-    reversed_names = not around.beside.keys() & set(names) and all(each in names for each in around.beside.values())
-    if reversed_names and isinstance(value, str) and value in names and column is None:
-        return SetTo({f"{above}.{value}": name}, "our name is on the left, that of the data right")
-    return None if column is None else Rename(column)
 
 
 def _column(name: str, names: Sequence[str], around: Around) -> Hint | None:
@@ -296,10 +266,6 @@ def owned(field: str, value: JsonValue) -> Hint:
 def _by_row(row: NameRow, path: Sequence[PathPart], value: JsonValue, around: Around) -> Hint:
     if converted := row.converted(value, around.beside, around.hub):
         return SetTo(converted)
-    if row.field in (MICRO_BATCH, GLOBAL_BATCH) and (rows := rows_of_a_step(around)) is not None:
-        return rows if row.field == MICRO_BATCH else replace(rows, fields={GLOBAL_BATCH: rows.fields[GLOBAL_BATCH]})
-    if row.field == GLOBAL_BATCH and not row.same and value == 1:
-        return Drop(f"gradients are accumulated only if {GLOBAL_BATCH} requires it")
     instead = find_value(row.field, value)
     if instead is not None and (row.field not in instead.sets or (row.value is not None and len(instead.sets) > 1)):
         return SetTo(instead.sets, instead.note) if instead.sets else instead.answer

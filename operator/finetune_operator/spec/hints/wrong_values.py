@@ -30,11 +30,9 @@ from finetune_operator.spec.fields.shapes import (
 )
 from finetune_operator.spec.fields.support import served_schemes, served_words, works
 from finetune_operator.spec.hint_values import Drop, Hint, ReplaceBy, SetTo
-from finetune_operator.spec.hints.around import NOTHING_AROUND, Around, meant_task
-from finetune_operator.spec.hints.conversions import convert
-from finetune_operator.spec.hints.foreign_table import columns_of, find_value
-from finetune_operator.spec.hints.meant_numbers import number_in, numbers_of, seconds_of
-from finetune_operator.spec.hints.own_fields import dotted, shape_at
+from finetune_operator.spec.hints.foreign_table import convert, find_value
+from finetune_operator.spec.hints.meant_numbers import number_in, seconds_of
+from finetune_operator.spec.hints.own_fields import NOTHING_AROUND, Around, dotted, meant_task, shape_at
 from finetune_operator.spec.problems import PathPart, holds_secret, is_secret_name
 
 _LONGEST = 200
@@ -42,7 +40,6 @@ _LONGEST = 200
 _UNITS = re.compile(
     r"([0-9]+(?:\.[0-9]+)?)\s*([kmgtpe])(?:(i|ibi|ebi|obi)|ilo|ega|iga|era|eta|xa)?(?:b|bytes?)?", re.IGNORECASE
 )
-_CORES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*v?(?:cores?|cpus?)", re.IGNORECASE)
 _COMPARED = re.compile(
     r"(?P<metric>[A-Za-z][\w/ +-]*?)\s*(?P<sign>>=|<=|=>|=<|==?|>|<|:|\u2265|\u2264)\s*"
     r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<percent>%?)"
@@ -57,8 +54,6 @@ _GPU_WORD = re.compile(
     r"\b(?:[ABHLTVP][0-9]{1,3}[A-Z]{0,2}|GH[0-9]{3}|GB[0-9]{3}|MI[0-9]{3}[A-Z]?|RTX|GTX|Tesla|NVIDIA)\b", re.IGNORECASE
 )
 _SECRET_NAME = re.compile(r"[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?")
-_COUNT = re.compile(r"(?:every\s+)?([0-9.]+)\s+([A-Za-z]+)")
-"""Number with the name of a field: `3 epochs`."""
 _KINDS = ("type", "name", "mode", "kind", "method", "field", "column", "uri", "path", "scheduler_type")
 """Fields of an object with the word or text that a field here expects by itself."""
 _SWITCHES: Mapping[str, bool] = {
@@ -67,8 +62,6 @@ _SWITCHES: Mapping[str, bool] = {
 }
 _LEAST_SIZE = 2**20
 """Bytes under which a size without a unit is meant in GiB."""
-_HUB_SLASHES = 3
-"""Slashes of hf://organisation/name."""
 _EXAMPLES = ("hf://org/name", "pvc://claim/path", "file:///path")
 
 
@@ -114,20 +107,13 @@ def fitting(field: str, value: JsonValue) -> JsonValue:
     shape = shape_at(field)
     if field.endswith((".memory", ".size", ".sharedMemory")) and isinstance(value, int) and value < _LEAST_SIZE:
         value = f"{value}Gi"
-    if shape is None or value is None or (accepts(shape, value) and not _is_file_on_hub(shape, value)):
+    if shape is None or value is None or accepts(shape, value):
         return value if shape is not None or field.startswith("metadata.") else None
     if isinstance(value, dict):
         return value if takes(shape, value) else None
-    if isinstance(value, str) and _is_file_on_hub(shape, value):
-        return fitting(field, "/".join(value.split("/")[: _HUB_SLASHES + 1]))
     prefixes = [f"{scheme}://" for scheme in served_schemes(field.removeprefix("spec."), None)]
     hint = uri_hint(field, value, prefixes) if is_uri(shape) else meant(shape, field, value)
     return hint.value if isinstance(hint, ReplaceBy) and takes(shape, hint.value) else None
-
-
-def _is_file_on_hub(shape: Shape, value: JsonValue) -> bool:
-    """Return True for the address of a file or a configuration in a repository, as other tools write it."""
-    return is_uri(shape) and isinstance(value, str) and value.startswith("hf://") and value.count("/") > _HUB_SLASHES
 
 
 def takes(shape: Shape, value: JsonValue) -> bool:
@@ -188,8 +174,6 @@ def _number(shape: Shape, leaf: str, value: JsonValue, minimum: float | None) ->
             if accepts(shape, 0) and plain(value) in ("none", "never", "no", "off"):
                 return ReplaceBy(0)
             return Drop("the default applies") if plain(value) in ("auto", "default") and not shape.required else None
-        case 0 if leaf == "epochs":
-            return "write 1, or leave out spec.training to train nothing"
         case -1 if not shape.required:
             return Drop("the default applies")
         case int() if minimum is not None and value < minimum:
@@ -198,7 +182,6 @@ def _number(shape: Shape, leaf: str, value: JsonValue, minimum: float | None) ->
 
 
 def _text(body: Text, field: str, value: JsonValue) -> Hint | None:
-    leaf = field.rpartition(".")[2]
     match value:
         case str() if body.quantity and (found := _UNITS.fullmatch(value.strip())):
             number, unit, binary = found.groups()
@@ -206,18 +189,10 @@ def _text(body: Text, field: str, value: JsonValue) -> Hint | None:
             if binary:
                 return ReplaceBy(f"{number}{unit.upper()}i")
             return ReplaceBy(f"{number}{decimal}", f"or {number}{unit.upper()}i for powers of 1024")
-        case str() if body.quantity and (found := _CORES.fullmatch(value.strip())):
-            return ReplaceBy(found[1])
-        case int() if field.startswith("spec.dataset.labels.") and not leaf.isdigit():
-            return f'write "{int(value)}": {leaf}, with the value of the data on the left'
         case int() | float() if not body.quantity:
             return ReplaceBy(json.dumps(value), "with the quotes")
         case [str() | int() as only]:
             return ReplaceBy(only, words="write its one item without the list")
-        case [_, *_] if "dataset" in field and leaf == "uri":
-            return "write one URI: a folder with all files, or a glob such as file://data/*.csv"
-        case [_, *_] if ".columns." in field:
-            return "write one column: join several in the data first (a second text of text-classification is textPair)"
         case [_, *_]:
             return "write one of its items, without the list: only one is supported"
         case dict():
@@ -251,8 +226,6 @@ def _list(shape: Shape, item: Shape, leaf: str, value: JsonValue) -> Hint | None
 def _object(shape: Shape, fields: Mapping[str, Shape], field: str, value: JsonValue, around: Around) -> Hint | None:
     """Return the hint for a value in place of an object: that of the object's field that it belongs to."""
     leaf = field.rpartition(".")[2]
-    if "textPair" in fields and (columns := _columns_in_order(value, around.task)):
-        return ReplaceBy(columns)
     match value:
         case list():
             return _object_in_list(shape, fields, field, value)
@@ -263,9 +236,6 @@ def _object(shape: Shape, fields: Mapping[str, Shape], field: str, value: JsonVa
         case str() if "uri" in fields:
             uri = fitting(f"{field}.uri", value)
             return "write its URI one level deeper, as uri" if uri is None else ReplaceBy({"uri": uri})
-        case str() if "entryPoint" in fields:
-            program = "{git: {url: REPOSITORY}, entryPoint: " + value + "}"
-            return f"write {program}, with the https:// address of its git repository"
         case str() if leaf == "adapter" and "/" in value:
             return Drop("training cannot continue from an adapter; spec.model.uri is a whole model")
         case str() if leaf == "secrets" or set(fields) == {"name", "key"}:
@@ -303,7 +273,7 @@ def _object_in_list(shape: Shape, fields: Mapping[str, Shape], field: str, value
         return ReplaceBy(merged, words=asked)
     if len(value) == 1:
         return ReplaceBy(value[0], words="write its one item without the list")
-    return "write one of its items, without the list: only one is supported"
+    return "write one of its items, without the list: only one is supported" if isinstance(value[0], dict) else None
 
 
 def unwrapped(value: JsonValue) -> JsonValue:
@@ -330,12 +300,6 @@ def _implied(fields: Mapping[str, Shape], field: str, value: JsonValue) -> Repla
         alone = sum(word in each.words for each in fields.values()) == 1
         if word is not None and (alone or word not in ("auto", "none")):
             return ReplaceBy({name: word})
-    counted = _COUNT.fullmatch(value.strip()) if isinstance(value, str) else None
-    if counted is not None:
-        for name, inner in fields.items():
-            number = next((each for each in numbers_of(counted[1]) if accepts(inner, each)), None)
-            if plain(name) == plain(counted[2]) and number is not None:
-                return ReplaceBy({name: number})
     readings: list[JsonValue] = []
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         readings = [value, [value]]
@@ -347,18 +311,6 @@ def _implied(fields: Mapping[str, Shape], field: str, value: JsonValue) -> Repla
     return None
 
 
-def _columns_in_order(value: JsonValue, task: JsonValue) -> dict[str, JsonValue]:
-    """Return the task's columns with the names of a list, input first; empty: they do not correspond."""
-    columns = [name for name in columns_of(task) if name not in ("textPair", "messages", "context", "rejected")]
-    given = [value] if isinstance(value, str) else value
-    if task in ("masked-lm", "text-generation") and isinstance(given, list) and len(given) == 1:
-        columns = ["text"]
-    elif task in ("question-answering", "preference-tuning"):
-        return {}
-    named = isinstance(given, list) and all(isinstance(each, str) for each in given) and len(given) == len(columns)
-    return dict(zip(columns, given, strict=True)) if named and isinstance(given, list) else {}
-
-
 def _free_object(leaf: str, value: JsonValue) -> Hint | None:
     match value:
         case str() if re.search(r"\.(json|ya?ml)$", value):
@@ -366,24 +318,7 @@ def _free_object(leaf: str, value: JsonValue) -> Hint | None:
             return f"write the fields of that file here{strategy}"
         case list() if leaf == "labels" and value and all(isinstance(each, str) for each in value):
             return ReplaceBy({str(at): each for at, each in enumerate(value)})
-        case list() if leaf == "hyperparameters" and (flags := _flags(value)) is not None:
-            return ReplaceBy(flags)
     return None
-
-
-def _flags(words: list[JsonValue]) -> dict[str, JsonValue] | None:
-    """Return the arguments of a command line, `--lr 1e-4` or `--lr=1e-4`, by name; None: they are none."""
-    found: dict[str, JsonValue] = {}
-    name = ""
-    for word in (part for each in words if isinstance(each, str | int | float) for part in str(each).split()):
-        if word.startswith("--"):
-            name, _, value = word.removeprefix("--").partition("=")
-            found[name] = next(numbers_of(value), value) if value else True
-        elif name and found.get(name) is True:
-            found[name] = next(numbers_of(word), word)
-        else:
-            return None
-    return found or None
 
 
 def _gpus(value: str, leaf: str) -> Hint | None:

@@ -9,15 +9,14 @@ holds the part of it that the schema can express.
 from __future__ import annotations
 
 from finetune_operator.spec.rules import (
-    batch_rules,
     column_rules,
     combination_rules,
     data,
     evaluation,
+    pairs,
     parallelism,
     resource_rules,
     training,
-    vllm_rules,
 )
 from finetune_operator.spec.rules.data import SOMETHING_TO_DO
 from finetune_operator.spec.rules.rule import Rule
@@ -29,10 +28,9 @@ RULES: tuple[Rule, ...] = (
     *column_rules.RULES,
     *evaluation.RULES,
     *training.RULES,
-    *batch_rules.RULES,
     *combination_rules.RULES,
     *parallelism.RULES,
     *resource_rules.RULES,
-    *vllm_rules.RULES,
+    *pairs.RULES,
 )
 """In the order of reporting."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import JsonValue
 
 from finetune_contract.arguments import compiles
-from finetune_contract.choices import FP8_STRATEGIES
 from finetune_contract.combinations import CONSTRAINTS
 from finetune_contract.constraints import FIELDS, Choices, Constraint, Term, Value
 from finetune_operator.spec.rules.processes import PROCESSES, SPREAD, WORLD_FIELDS, certain_processes
@@ -91,67 +90,6 @@ _SCHEMA_AROUND: Mapping[str, Mapping[str, JsonValue]] = {
 """Constraint -> schema keywords that express it where CEL cannot."""
 
 
-def _needs_whole_layers(spec: FineTuneJobSpec) -> bool:
-    """Return True if the optimizer or the adapter needs layers that DeepSpeed's stages would flatten."""
-    adafactor = spec.training is not None and spec.training.optimizer == "adafactor"
-    return adafactor or spec.model.adapter.method == "qlora"
-
-
-def _adafactor_advice(spec: FineTuneJobSpec) -> str:
-    parallelism = spec.parallelism
-    if parallelism.strategy in ("auto", "single", "ddp") and parallelism.tensor == 1:
-        return "leave spec.parallelism.zeroStage out, or set it to adamw"
-    return "set it to adamw or sgd, or spec.parallelism.strategy to ddp without zeroStage and tensor"
-
-
-def _single_advice(spec: FineTuneJobSpec) -> str:
-    staged = spec.parallelism.zero_stage != "auto" and not _needs_whole_layers(spec)
-    strategy = "ddp" if _needs_whole_layers(spec) else "deepspeed" if staged else "auto"
-    return f"set it to {strategy}, or set spec.resources.nodes and spec.resources.processesPerNode to 1"
-
-
-def _zero_stage_advice(spec: FineTuneJobSpec) -> str:
-    fp8 = spec.training is not None and spec.training.precision == "fp8"
-    if spec.parallelism.strategy == "fsdp":
-        return "leave it out: fsdp shards parameters, gradients and optimizer state like stage 3"
-    if fp8 or _needs_whole_layers(spec):
-        return "leave it out"
-    return "leave it out, or set spec.parallelism.strategy to deepspeed"
-
-
-def _qlora_advice(spec: FineTuneJobSpec) -> str:
-    parallelism = spec.parallelism
-    staged = ["zeroStage"] if parallelism.zero_stage != "auto" else []
-    moved = [
-        f"offload.{name}"
-        for name, where in (
-            ("optimizer", parallelism.offload.optimizer),
-            ("parameters", parallelism.offload.parameters),
-        )
-        if where != "none"
-    ]
-    out = " and ".join(f"spec.parallelism.{each}" for each in (*staged, *(["offload"] if moved else [])))
-    rest = f", and leave {out} out" if out else ""
-    return f"set it to auto{rest}: qlora holds the weights in 4 bits; or set spec.model.adapter.method to lora"
-
-
-def _fp8_advice(spec: FineTuneJobSpec) -> str:
-    parallelism = spec.parallelism
-    if parallelism.strategy in ("auto", *FP8_STRATEGIES) and parallelism.zero_stage != "auto":
-        return "leave spec.parallelism.zeroStage out, or set it to bf16"
-    return "set it to bf16, or spec.parallelism.strategy to fsdp or auto and leave spec.parallelism.zeroStage out"
-
-
-_ADVICE: Mapping[str, Callable[[FineTuneJobSpec], str]] = {
-    "adafactor-has-whole-matrices": _adafactor_advice,
-    "single-is-one-process": _single_advice,
-    "zero-stage-needs-deepspeed": _zero_stage_advice,
-    "qlora-keeps-packed-weights": _qlora_advice,
-    "fp8-has-a-strategy": _fp8_advice,
-}
-"""Constraint -> its hint for a job, if a general hint would offer a value that another constraint refuses."""
-
-
 def _table_rule(constraint: Constraint) -> Rule:
     """Return a row of the table as a rule on `spec`."""
     choices = [term.choice for term in (*constraint.when, *constraint.needs)]
@@ -166,7 +104,6 @@ def _table_rule(constraint: Constraint) -> Rule:
         test=None if cel is not None else lambda spec: constraint.holds(choices_of(spec)),
         text=constraint.rule,
         hint=constraint.hint,
-        advice=_ADVICE.get(constraint.name),
         reads=tuple(dict.fromkeys(fields)),
         schema_around=_SCHEMA_AROUND.get(constraint.name, {}),
     )

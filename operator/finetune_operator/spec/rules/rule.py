@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, get_args
 
-from pydantic import JsonValue
+from pydantic import BaseModel, JsonValue
+from pydantic.alias_generators import to_camel, to_snake
+from pydantic.fields import FieldInfo
 
-from finetune_contract.choices import Task
 from finetune_operator.spec.rules.cel import predicate
 from finetune_operator.spec.types import FineTuneJobSpec
 
@@ -32,10 +35,6 @@ class Rule:
     """Test in Python in place of CEL, or beside CEL where a job's own arithmetic goes further."""
     advice: Callable[[FineTuneJobSpec], str] | None = None
     """Hint with the job's own numbers, if arithmetic helps."""
-    cause: Callable[[FineTuneJobSpec], tuple[str, str] | None] | None = None
-    """Field to report in place of `path`, and the rule as a sentence about it, if the job's spec shows that another
-    field breaks the rule. CEL always reports `path`.
-    """
     reads: tuple[str, ...] = ()
     """Fields that the Python reads; omitted if the CEL names them."""
     schema: Mapping[str, JsonValue] = field(default_factory=dict)
@@ -51,10 +50,6 @@ class Rule:
         assert self.cel is not None, f"{self.name} has CEL or a test"
         return predicate(self.cel)
 
-    def reported(self, spec: FineTuneJobSpec) -> tuple[str, str]:
-        """Return the field to report for `spec`, which breaks the rule, and the sentence about it."""
-        return (self.cause(spec) if self.cause else None) or (self.path, self.text)
-
     @property
     def fields_read(self) -> tuple[str, ...]:
         """Paths from `spec` that the rule depends on."""
@@ -68,10 +63,51 @@ def loops(spec: FineTuneJobSpec) -> bool:
     return spec.training is not None and spec.script is None
 
 
-def is_one_of(tasks: tuple[Task, ...]) -> str:
-    """Return CEL: the job's task is one of these."""
-    return f"self.task in [{', '.join(repr(task) for task in tasks)}]"
-
-
 NO_LOOP = "!has(self.training) || has(self.training.script)"
 """CEL of `not loops(spec)`."""
+
+
+UNREADABLE = ("training.arguments", "checkpoints.every", "model.adapter.targetModules")
+"""Fields that CEL cannot read: objects without declared fields, and fields of no fixed type."""
+
+
+def value_of(spec: FineTuneJobSpec, path: str) -> Any:
+    """Return the value of a field; None if a block above it is absent."""
+    value: object = spec
+    for name in path.split("."):
+        value = getattr(value, to_snake(name), None)
+    return value
+
+
+def chosen(path: str, *values: str | bool) -> str:
+    """Return CEL: the field has one of these values; without values, any but its default, of a block in some field."""
+    steps = _steps(path)
+    place, field = steps[-1]
+    terms = [f"has({each})" for each, info in steps if info.default is None or isinstance(info.default, tuple | dict)]
+    if values:
+        terms.append(f"{place} in [{', '.join(_literal(value) for value in values)}]")
+    elif isinstance(field.default, BaseModel):
+        inner = (f"{path}.{name}" for name in map(to_camel, type(field.default).model_fields))
+        terms.append(f"({' || '.join(chosen(each) for each in inner if each not in UNREADABLE)})")
+    elif isinstance(field.default, tuple | dict):
+        terms.append(f"size({place}) > 0")
+    elif field.default is not None and not field.is_required():
+        terms.append(f"{place} != {_literal(float(field.default) if field.annotation is float else field.default)}")
+    return " && ".join(terms) or "true"
+
+
+def _steps(path: str) -> list[tuple[str, FieldInfo]]:
+    """Return the CEL and the declaration of each field on the way to the one at `path`."""
+    model: type[BaseModel] = FineTuneJobSpec
+    steps: list[tuple[str, FieldInfo]] = []
+    place = "self"
+    for name in path.split("."):
+        place, info = f"{place}.{name}", model.model_fields[to_snake(name)]
+        steps.append((place, info))
+        kinds = (info.annotation, *get_args(info.annotation))
+        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), model)
+    return steps
+
+
+def _literal(value: str | bool | float) -> str:
+    return f"'{value}'" if isinstance(value, str) else json.dumps(value)

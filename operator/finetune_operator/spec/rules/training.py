@@ -1,24 +1,78 @@
-"""Rules on training: adapters, steps, checkpoints, scripts."""
+"""Rules on training: the rows of a step, runs of a pipeline's schedule, checkpoints, scripts."""
 
 from __future__ import annotations
 
-import json
-from functools import reduce
-from typing import Any
+from math import gcd
+from typing import Literal
 
-from pydantic.alias_generators import to_snake
-from pydantic.fields import FieldInfo
-
-from finetune_contract.choices import SMOOTHED_TASKS
-from finetune_operator.spec.rules.rule import NO_LOOP, Rule, is_one_of
-from finetune_operator.spec.types import (
-    AdapterSpec,
-    CheckpointEverySpec,
-    FineTuneJobSpec,
-    ModelSpec,
-    PreferenceSpec,
-    TrainingSpec,
+from finetune_operator.spec.rules.processes import (
+    MODEL,
+    WORLD,
+    WORLD_FIELDS,
+    WORLD_UNKNOWN,
+    certain_ranks,
+    nearest_multiples,
+    replicas_on_cpu,
 )
+from finetune_operator.spec.rules.rule import NO_LOOP, Rule, chosen, loops, value_of
+from finetune_operator.spec.types import CheckpointEverySpec, FineTuneJobSpec, PipelineSpec
+
+
+def keeps_full(pipeline: PipelineSpec, accumulation: int) -> bool:
+    """Return True if a step of that many micro-batches consists of whole runs of torch's schedule, of which the
+    interleaved one needs even rounds.
+    """
+    if pipeline.degree == 1:
+        return True
+    passed = accumulation if pipeline.micro_batches == "auto" else pipeline.micro_batches
+    even = pipeline.schedule != "interleaved" or passed % max(1, passed // pipeline.degree) == 0
+    return accumulation % passed == 0 and even
+
+
+def passes_are_whole(pipeline: PipelineSpec, share: int, micro: Literal["auto"] | int) -> bool:
+    """Return True if `share` rows of a replica and step form whole runs; `micro`: rows of a micro-batch, auto: any."""
+    sizes = [size for size in range(1, share + 1) if share % size == 0] if micro == "auto" else [micro]
+    return any(share % size == 0 and keeps_full(pipeline, share // size) for size in sizes)
+
+
+def _ranks(spec: FineTuneJobSpec) -> int:
+    """Return the data-parallel ranks, or the fewest that a CPU takes; 1 if the plan decides."""
+    return certain_ranks(spec) or replicas_on_cpu(spec) or 1
+
+
+def _batch_unit(spec: FineTuneJobSpec) -> int:
+    """Return the divisor of the global batch: ranks x explicit micro-batch."""
+    micro = value_of(spec, "training.microBatchSize")
+    return _ranks(spec) * (micro if isinstance(micro, int) else 1)
+
+
+def _batch_fits(spec: FineTuneJobSpec) -> bool:
+    return not loops(spec) or value_of(spec, "training.globalBatchSize") % _batch_unit(spec) == 0
+
+
+def _batch_advice(spec: FineTuneJobSpec) -> str:
+    batch, micro = value_of(spec, "training.globalBatchSize"), value_of(spec, "training.microBatchSize")
+    ranks, unit = _ranks(spec), _batch_unit(spec)
+    near = " or ".join(str(each) for each in nearest_multiples(batch, unit))
+    parts = [f"{ranks} ranks"] if ranks > 1 else []
+    parts += [] if micro == "auto" else [f"{micro} row{'s' * (micro > 1)} per micro-batch"]
+    smaller = ""
+    if micro != "auto" and batch % ranks == 0:
+        smaller = f"; or set spec.training.microBatchSize to {gcd(batch // ranks, micro)}"
+    return f"use {near}, multiples of {unit} = {' x '.join(parts)}{smaller}"
+
+
+def _passes_fit(spec: FineTuneJobSpec) -> bool:
+    """Return True if a step consists of whole runs of the schedule, if the ranks are certain and divide it."""
+    pipeline, ranks = spec.parallelism.pipeline, certain_ranks(spec) or replicas_on_cpu(spec)
+    if spec.training is None or not loops(spec) or ranks is None or pipeline.degree == 1 or not _batch_fits(spec):
+        return True
+    return passes_are_whole(pipeline, spec.training.global_batch_size // ranks, spec.training.micro_batch_size)
+
+
+def _passes_advice(spec: FineTuneJobSpec) -> str:
+    passed = value_of(spec, "training.globalBatchSize") // _batch_unit(spec)
+    return f"set it to auto or to a divisor of {passed}, the micro-batches per replica and step"
 
 
 def _every_is_one(spec: FineTuneJobSpec) -> bool:
@@ -26,138 +80,55 @@ def _every_is_one(spec: FineTuneJobSpec) -> bool:
     return not isinstance(every, CheckpointEverySpec) or (every.steps is None) != (every.minutes is None)
 
 
-_LOOP_ONLY = (
-    *("training.epochs", "training.maxSteps", "training.globalBatchSize", "training.microBatchSize"),
-    *("training.learningRate", "training.scheduler", "training.warmupSteps", "training.weightDecay"),
-    *("training.maxGradNorm", "training.optimizer", "training.seed", "training.labelSmoothing"),
-    *("training.earlyStopping", "training.precision", "training.arguments"),
-    *("parallelism.strategy", "parallelism.zeroStage", "parallelism.offload.activations", "parallelism.tensor"),
-    *("parallelism.pipeline.degree", "parallelism.pipeline.microBatches", "parallelism.pipeline.schedule"),
-    *("parallelism.sequence", "parallelism.activationCheckpointing", "parallelism.placement"),
-    *("checkpoints.every", "checkpoints.keep", "checkpoints.onPreemption", "checkpoints.signingKey"),
-    *("model.adapter.method", "preference.beta"),
-)
-"""Fields that only the built-in loop obeys: beside a script they would be accepted and ignored. Fields that need one of
-them are refused by rules of their own.
-"""
-_DEFAULTS: Any = FineTuneJobSpec.model_construct(
-    task="text-classification",
-    model=ModelSpec.model_construct(uri="hf://some/model"),
-    training=TrainingSpec.model_construct(),
-)
-"""Spec whose optional fields have their defaults."""
-_INFERENCE_ONLY = ("preparation.engine", "preparation.maxLength", "preparation.workers")
-"""Fields that, beside a script, only affect the rows of evaluate and predict."""
-
-
-def _script_rule(path: str, *, inference: bool = False) -> Rule:
-    """Return the rule that a script needs a field's default (`inference`: unless rows are evaluated or predicted)."""
-    parts = [to_snake(part) for part in path.split(".")]
-    block = reduce(getattr, parts[:-1], _DEFAULTS)
-    default = getattr(block, parts[-1])
-    # CEL cannot read objects without declared fields, and fields of no fixed type.
-    readable = path not in ("training.arguments", "checkpoints.every")
-    free = "!has(self.training) || !has(self.training.script)"
-    free += " || has(self.evaluation) || has(self.predict)" if inference else ""
-    kept = (
-        f"!has(self.{path})"
-        if default is None
-        else f"self.{path} == {_cel(default, type(block).model_fields[parts[-1]])}"
-    )
-    passed_on = path.startswith("training.")
-    text = "configures the built-in loop, which spec.training.script replaces"
-    return Rule(
-        name=f"script-ignores-{path}",
-        path=path,
-        cel=f"{free} || {kept}" if readable else None,
-        test=None if readable else lambda spec: spec.script is None or reduce(getattr, parts, spec) == default,
-        text=f"{text}, and nothing is evaluated or predicted" if inference else text,
-        hint="leave it out" + (", or pass it to the program in spec.training.script.hyperparameters" * passed_on),
-        reads=(path, "training.script", *(("evaluation", "predict") if inference else ())),
-    )
-
-
-def _cel(value: Any, field: FieldInfo) -> str:
-    """Return a field's default as CEL writes it: 0 is no value of a number that may have a fraction."""
-    if field.annotation is float:
-        value = float(value)
-    return f"'{value}'" if isinstance(value, str) else json.dumps(value)
-
-
 def _stays_inside(path: str) -> Rule:
     """Return the rule that a path stays below the repository."""
-    given = "".join(
-        f" && has(self.{each})" for each in ("training.script", *((path,) if path.endswith("path") else ()))
-    )
     return Rule(
-        name=f"{path}-stays-inside",
-        path=path,
-        cel=f"!(has(self.training){given}) || !self.{path}.matches('(^|/)[.][.](/|$)')",
-        text="must stay inside the repository",
-        hint="write it without ..",
+        f"{path}-stays-inside",
+        path,
+        f"!({chosen(path)}) || !self.{path}.matches('(^|/)[.][.](/|$)')",
+        "must stay inside the repository",
+        "write it without ..",
     )
 
 
-_NO_ADAPTER = AdapterSpec.model_construct()
+_MICRO = "self.training.microBatchSize"
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        "adapter-is-trained",
-        "model.adapter.method",
-        "self.model.adapter.method == 'none' || has(self.training)",
-        "applies to training, and spec.training is not set",
-        "leave spec.model.adapter out, or write `training: {}`",
+        "global-batch-divides",
+        "training.globalBatchSize",
+        # Arithmetic of _batch_unit, in two steps because CEL has no local variables.
+        f"{NO_LOOP} || self.training.globalBatchSize % "
+        f"((({WORLD_UNKNOWN}) || ({WORLD}) % {MODEL} != 0 ? 1 : ({WORLD}) / {MODEL})"
+        f" * (type({_MICRO}) == int ? int({_MICRO}) : 1)) == 0",
+        "must be a multiple of data-parallel ranks x spec.training.microBatchSize",
+        "change it or spec.training.microBatchSize",
+        advice=_batch_advice,
+        reads=("training", *WORLD_FIELDS),
     ),
     Rule(
-        "adapter-settings-need-a-method",
-        "model.adapter",
-        f"self.model.adapter.method != 'none' || (self.model.adapter.rank == {_NO_ADAPTER.rank}"
-        f" && self.model.adapter.alpha == {_NO_ADAPTER.alpha} && self.model.adapter.dropout == {_NO_ADAPTER.dropout})",
-        "has a rank, an alpha or a dropout, which have no effect while its method is none",
-        "set spec.model.adapter.method to lora, qlora or dora, or leave spec.model.adapter out",
-    ),
-    Rule(
-        "adapter-targets-need-a-method",
-        "model.adapter.targetModules",
+        "replicas-on-cpus-divide-the-batch",
+        "training.globalBatchSize",
         None,
-        "has no effect while spec.model.adapter.method is none",
-        "set spec.model.adapter.method to lora, qlora or dora, or leave it out",
-        test=lambda spec: spec.model.adapter.method != "none" or spec.model.adapter.target_modules == "auto",
-        reads=("model.adapter.method", "model.adapter.targetModules"),
+        "must be a multiple of replicas x spec.training.microBatchSize",
+        "change it or spec.training.microBatchSize",
+        test=lambda spec: replicas_on_cpu(spec) is None or _batch_fits(spec),
+        advice=_batch_advice,
+        reads=("training", *WORLD_FIELDS),
     ),
     Rule(
-        "epochs-or-steps",
-        "training.maxSteps",
-        "!has(self.training) || !has(self.training.epochs) || !has(self.training.maxSteps)",
-        "replaces spec.training.epochs: only one of the two can be set",
-        "remove one of the two",
+        "pipeline-passes-are-whole",
+        "parallelism.pipeline.microBatches",
+        None,
+        "must divide the micro-batches of a replica's step into whole passes of the schedule",
+        "set it to auto",
+        test=_passes_fit,
+        advice=_passes_advice,
+        reads=("training", "parallelism.pipeline", *WORLD_FIELDS),
     ),
-    Rule(
-        "warmup-needs-scheduler",
-        "training.warmupSteps",
-        "!has(self.training) || self.training.warmupSteps == 0.0 || self.training.scheduler != 'constant'",
-        "has no effect with the scheduler constant",
-        "set spec.training.scheduler to constant_with_warmup, or leave spec.training.warmupSteps out",
-    ),
-    Rule(
-        "smoothing-needs-classes",
-        "training.labelSmoothing",
-        f"{NO_LOOP} || self.training.labelSmoothing == 0.0 || {is_one_of(SMOOTHED_TASKS)}",
-        f"applies to {', '.join(SMOOTHED_TASKS)} only",
-        "leave it out",
-    ),
-    *(_script_rule(path) for path in _LOOP_ONLY),
-    *(_script_rule(path, inference=True) for path in _INFERENCE_ONLY),
     _stays_inside("training.script.git.path"),
     _stays_inside("training.script.entryPoint"),
-    Rule(
-        "preference-is-of-preference-tuning",
-        "preference",
-        f"self.task == 'preference-tuning' || self.preference.beta == {PreferenceSpec.model_construct().beta}",
-        "applies to preference-tuning only",
-        "leave spec.preference out",
-    ),
     Rule(
         "checkpoint-interval-is-one",
         "checkpoints.every",

@@ -29,6 +29,7 @@ from finetune_operator.spec.types.field_types import (
     QUANTITY_MARK,
     QUANTITY_PATTERN,
     RELATIVE_PATTERN,
+    RETIRED_MARK,
     SHORT_NAME,
     SINGULAR,
     URI_PATTERN,

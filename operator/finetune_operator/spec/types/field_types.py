@@ -47,6 +47,7 @@ FOLDER_PATTERN = r"^/[^:]+$"
 RELATIVE_PATTERN = r"^[^/:][^:]*$"
 HTTPS_PATTERN = r"^https://[A-Za-z0-9.-]+(:[0-9]{1,5})?$"
 SERVER_PATTERN = r"^https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?(/[A-Za-z0-9._~/-]*)?$"
+PLACEMENT_PATTERN = r"^(cluster|spread|D|P|T|DP|DT|PD|PT|TD|TP|DPT|DTP|PDT|PTD|TDP|TPD)$"
 CURRENCY_PATTERN = r"^[A-Z]{3}$"
 URI_PATTERN = r"^(hf|s3|gs|az|pvc|file|pkg)://.+$"
 
@@ -75,6 +76,7 @@ PATTERN_DESCRIPTIONS = {
     GIT_REF_PATTERN: "a branch, tag or commit, without spaces and ~ ^ : ? * [ \\",
     HYPERPARAMETER_PATTERN: "a name of letters, digits, -, _ and . that does not begin with a digit or -",
     RELATIVE_PATTERN: "a relative path without :",
+    PLACEMENT_PATTERN: "cluster, spread, or an order of D, P and T that names each at most once",
 }
 """Descriptions of the patterns of the API, for messages and documentation."""
 
@@ -118,6 +120,9 @@ class Supported:
     schemes: tuple[str, ...] = ()
     """Supported schemes of a URI."""
 
+
+RETIRED_MARK = "Retired, without effect: "
+"""Begin of the description of a field that is kept for stored jobs only; a job that sets it gets a notice."""
 
 ReadUri: TypeAlias = Annotated[Uri, Supported(schemes=("hf", "file", "pkg", "pvc"))]
 """Location of a model or of data."""

@@ -5,7 +5,14 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 
 from finetune_contract.choices import OffloadDevice, PipelineSchedule, Sharding
-from finetune_operator.spec.types.field_types import Auto, Count, FreeObject, SpecModel, StrategyChoice
+from finetune_operator.spec.types.field_types import (
+    PLACEMENT_PATTERN,
+    Auto,
+    Count,
+    FreeObject,
+    SpecModel,
+    StrategyChoice,
+)
 
 
 class OffloadSpec(SpecModel):
@@ -98,7 +105,7 @@ class ParallelismSpec(SpecModel):
         "selective: all but the results of matrix products and fused attention; none: nothing. Defaults to"
         " auto: none, or full if memory needs it.",
     )
-    placement: Annotated[str, StringConstraints(pattern=r"^(cluster|spread|[DPT]{1,3})$", max_length=7)] = Field(
+    placement: Annotated[str, StringConstraints(pattern=PLACEMENT_PATTERN, max_length=7)] = Field(
         default="cluster",
         description="Placement of ranks. cluster (DPT): the tensor- and pipeline-parallel ranks of a replica are "
         "neighbours, on one node if they fit; spread (PTD): they are apart. Or the order of D, P and T in "

@@ -9,6 +9,7 @@ from finetune_operator.spec.types.field_types import (
     ENDPOINT_NAME_PATTERN,
     GATEWAY_PATTERN,
     HOSTNAME_PATTERN,
+    RETIRED_MARK,
     SERVER_PATTERN,
     Auto,
     Count,
@@ -185,13 +186,13 @@ class TrafficSpec(SpecModel):
         "listeners.",
     )
     canary_seconds: Annotated[int, Field(ge=1, le=604_800)] | None = Field(
-        default=None, description="Retired, without effect: a canary takes over once canaryPercent is unset."
+        default=None, description=f"{RETIRED_MARK}a canary takes over once canaryPercent is unset."
     )
     max_error_percent: Annotated[float, Field(ge=0, le=100)] | None = Field(
-        default=None, description="Retired, without effect: alerts on the servers' metrics find errors of a canary."
+        default=None, description=f"{RETIRED_MARK}alerts on the servers' metrics find errors of a canary."
     )
     max_latency_ratio: Annotated[float, Field(ge=1, le=1000)] | None = Field(
-        default=None, description="Retired, without effect: alerts on the servers' metrics find a slow canary."
+        default=None, description=f"{RETIRED_MARK}alerts on the servers' metrics find a slow canary."
     )
 
 
@@ -224,7 +225,7 @@ class EndpointSpec(SpecModel):
     )
     takes_over: ObjectName | None = Field(
         default=None,
-        description="Retired, without effect: a Service or an HTTPRoute of your own leads requests from one job's "
+        description=f"{RETIRED_MARK}a Service or an HTTPRoute of your own leads requests from one job's "
         "endpoint to another's.",
     )
     runtime: Literal["auto", "deployment", "kserve"] = Field(
