@@ -66,7 +66,7 @@ FILES: Mapping[str, Wanted] = MappingProxyType(
             installed_before=("torch.txt",),
             built_apart=("deepspeed",),
         ),
-        # For the image for CPUs alone: the rungs of predict that it adds compute there.
+        # For the image for CPUs alone: the backends of predict that it adds compute there.
         "fast-inference.txt": Wanted(
             projects=((CONTRACT, ()), (TRAINER, ("fast-inference",))),
             installed_before=("torch.txt", "trainer.txt"),

@@ -179,7 +179,7 @@ def test_image_for_gpus_has_the_kernels_that_validate_lets_pass() -> None:
     assert re.search(r'if \[ "\$\{ACCELERATOR\}" = cuda \]; then +pip install [^;]*/liger\.txt;', line)
 
 
-def test_cpu_image_has_every_package_that_exported_rungs_import() -> None:
+def test_cpu_image_has_every_package_that_exported_backends_import() -> None:
     for module in ("nncf", "onnx", "onnxruntime", "onnxscript", "openvino"):
         assert installed_by(module) in pins(text_of("fast-inference.txt"))
     lines = re.sub(r"\\\n", " ", (ROOT / "images" / "trainer" / "Dockerfile").read_text()).splitlines()

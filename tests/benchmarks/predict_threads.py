@@ -60,7 +60,7 @@ def save_model(folder: Path) -> None:
     AutoTokenizer.from_pretrained(name, **arguments).save_pretrained(folder)
 
 
-def work(model: Path, rows: Path, threads: int, rung: str, gate: Path) -> None:
+def work(model: Path, rows: Path, threads: int, backend: str, gate: Path) -> None:
     """Answer the rows once, wait for the gate, answer them again, and print seconds: until the end, and of the CPU, in
     all and of tokenising.
     """
@@ -70,7 +70,7 @@ def work(model: Path, rows: Path, threads: int, rung: str, gate: Path) -> None:
     from finetune_trainer.core.progress import NoProgress
     from finetune_trainer.data.row_shards import row_source
     from finetune_trainer.predict.answering import Answerer, RequestedColumns, coding_of
-    from finetune_trainer.predict.backends.backends import rung_by_name
+    from finetune_trainer.predict.backends.backends import backend_by_name
     from finetune_trainer.predict.runner import Means
     from finetune_trainer.prepare.prepare import labels_of_model, predict_part
     from finetune_trainer.prepare.shards import Encoder
@@ -89,9 +89,9 @@ def work(model: Path, rows: Path, threads: int, rung: str, gate: Path) -> None:
         job, encoder, loaded, labels_of_model(job, task.head, loaded.config), Means.of(job.predict), columns
     )
     shards = list(row_source(part.source, part.needs).shards())
-    if rung != "none":
+    if backend != "none":
         sample, _ = answerer.sample(iter(shards), 64)
-        forward = rung_by_name(rung).prepare(loaded, sample.batches, model.parent / f"made-{os.getpid()}")
+        forward = backend_by_name(backend).prepare(loaded, sample.batches, model.parent / f"made-{os.getpid()}")
         answerer = Answerer(job, encoder, loaded, answerer.labels, answerer.means, columns, forward=forward)
 
     def answered() -> None:
@@ -114,7 +114,7 @@ def work(model: Path, rows: Path, threads: int, rung: str, gate: Path) -> None:
     print(json.dumps([ended, spent, time.process_time() - began]), flush=True)
 
 
-def arm(folder: Path, lines: list[str], way: Way, rung: str) -> tuple[float, float, float]:
+def arm(folder: Path, lines: list[str], way: Way, backend: str) -> tuple[float, float, float]:
     """Return seconds until the last process ends, and the CPU seconds of all, in sum and of tokenising."""
     gate, started, threads = folder / START, [], way.threads
     gate.unlink(missing_ok=True)
@@ -122,7 +122,7 @@ def arm(folder: Path, lines: list[str], way: Way, rung: str) -> tuple[float, flo
         rows = folder / f"rows-{number}.jsonl"
         rows.write_text("".join(lines[number :: way.processes]), encoding="utf-8")
         cores = ",".join(map(str, way.cores(number)))
-        work_of = [str(folder / "model"), str(rows), str(threads), rung, str(gate), cores]
+        work_of = [str(folder / "model"), str(rows), str(threads), backend, str(gate), cores]
         command = [sys.executable, __file__, "--work", *work_of]
         settled = {**os.environ, "OMP_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads)}
         started.append(
@@ -139,12 +139,12 @@ def arm(folder: Path, lines: list[str], way: Way, rung: str) -> tuple[float, flo
     return max(each[0] for each in found) - began, sum(each[1] for each in found), sum(each[2] for each in found)
 
 
-def print_ratios(rung: str, found: Mapping[Way, list[tuple[float, float, float]]]) -> None:
+def print_ratios(backend: str, found: Mapping[Way, list[tuple[float, float, float]]]) -> None:
     """Print the rates of neighbouring arms as ratios, repeat by repeat, as they vary less than the rates."""
     for before, after in pairwise(found):
         ratios = sorted(one[0] / other[0] for one, other in zip(found[before], found[after], strict=True))
         print(
-            f"{rung}: rows/s of {after} / {before}: {statistics.median(ratios):.3f} "
+            f"{backend}: rows/s of {after} / {before}: {statistics.median(ratios):.3f} "
             f"({ratios[0]:.3f} to {ratios[-1]:.3f})",
             flush=True,
         )
@@ -156,35 +156,35 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rungs", nargs="+", default=["none", "openvino"])
+    parser.add_argument("--backends", nargs="+", default=["none", "openvino"])
     parser.add_argument("--work", nargs=6, help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if options.work:
-        model, rows, threads, rung, gate, cores = options.work
+        model, rows, threads, backend, gate, cores = options.work
         os.sched_setaffinity(0, map(int, cores.split(",")))  # before libraries start threads, which inherit it
-        work(Path(model), Path(rows), int(threads), rung, Path(gate))
+        work(Path(model), Path(rows), int(threads), backend, Path(gate))
         return
     lines = [f"{line}\n" for line in options.data.read_text(encoding="utf-8").splitlines()[: options.rows]]
     ways = (Way(1, options.cores), Way(options.cores, 1), Way(options.cores, 1, pinned=True))
     print(f"{options.cores} cores, {len(lines)} rows; load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as scratch:
         save_model(Path(scratch) / "model")
-        for rung in options.rungs:
+        for backend in options.backends:
             found: dict[Way, list[tuple[float, float, float]]] = {way: [] for way in ways}
             for turn in range(options.repeats):
                 for way in ways if turn % 2 == 0 else ways[::-1]:
-                    found[way].append(arm(Path(scratch), lines, way, rung))
+                    found[way].append(arm(Path(scratch), lines, way, backend))
             for way, each in found.items():
                 rates = sorted(len(lines) / seconds for seconds, _, _ in each)
                 cpu = statistics.median(spent for _, spent, _ in each) / len(lines)
                 tokenising = statistics.median(part / spent for _, spent, part in each)
                 print(
-                    f"{rung}: {way}: {statistics.median(rates):.1f} rows/s ({rates[0]:.1f} to {rates[-1]:.1f}), "
+                    f"{backend}: {way}: {statistics.median(rates):.1f} rows/s ({rates[0]:.1f} to {rates[-1]:.1f}), "
                     f"{1000 * cpu:.2f} CPU ms a row, of which tokenising {tokenising:.1%}",
                     flush=True,
                 )
-            print_ratios(rung, found)
+            print_ratios(backend, found)
     print(f"load at the end {os.getloadavg()[0]:.1f}")
 
 

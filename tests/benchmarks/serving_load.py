@@ -3,7 +3,7 @@
 Open loop: a second process sends texts at given rates, by the clock and whether answers come or not, from core 1; the
 server computes on core 0 with one thread. Time of a request counts from the moment at which it was due. Arms:
 
-    server      `finetune_trainer serve`, --optimization (none, or a rung by name)
+    server      `finetune_trainer serve`, --optimization (none, or a backend by name)
     pipeline    FastAPI and transformers' pipeline in fp32 with a lock, one thread (the baseline)
     predict     rows a second of the code of the stage predict over the same texts, on core 0, without any server
 

@@ -100,7 +100,7 @@ def main(name: str, folder: Path, batch_tokens: int) -> None:
     from finetune_trainer.core.progress import NoProgress
     from finetune_trainer.predict import predict as stage
     from finetune_trainer.predict.backends import choosing
-    from finetune_trainer.predict.backends.backend_table import RungTable
+    from finetune_trainer.predict.backends.backend_table import BackendTable
     from trainer_support.tasks import predictions
 
     # So short a prediction measures nothing by itself.
@@ -125,11 +125,11 @@ def main(name: str, folder: Path, batch_tokens: int) -> None:
     result = stage.predict(job, paths, NoProgress())
     figures: dict[str, Any] = {"s with loading": perf_counter() - began}
     if "optimization" in result:
-        table = RungTable.model_validate_json(paths.optimization.read_bytes())
+        table = BackendTable.model_validate_json(paths.optimization.read_bytes())
         figures |= {"chosen": result["optimization"], "reason": table.reason}
-        for rung in table.rungs:
-            rate = rung.rows_per_second
-            figures[rung.name] = rung.why if rate is None else f"{rate:.1f} rows/s, {rung.why}"
+        for backend in table.backends:
+            rate = backend.rows_per_second
+            figures[backend.name] = backend.why if rate is None else f"{rate:.1f} rows/s, {backend.why}"
     figures["labels"] = [row["label"] for row in predictions(paths)]
     print(json.dumps(figures), flush=True)
 

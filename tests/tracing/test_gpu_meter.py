@@ -1,4 +1,4 @@
-"""The meter of a prediction's rungs, dry: torch's CUDA functions are called, on a runtime without GPUs."""
+"""The meter of a prediction's backends, dry: torch's CUDA functions are called, on a runtime without GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rung `continuous-batching`: texts equal those of `generate` for each row alone, in fewer passes."""
+"""The backend `continuous-batching`: texts equal those of `generate` for each row alone, in fewer passes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.predict.backends import backend_in_use, choosing
 from finetune_trainer.predict.backends.backend_protocol import Machine, TextSettings
-from finetune_trainer.predict.backends.backend_table import RungTable
-from finetune_trainer.predict.backends.continuous_batches import ContinuousBatchingRung, SlotGenerator
+from finetune_trainer.predict.backends.backend_table import BackendTable
+from finetune_trainer.predict.backends.continuous_batches import ContinuousBatchingBackend, SlotGenerator
 from finetune_trainer.predict.predict import predict
 from finetune_trainer.report.reporting import write_report
 from trainer_support.tasks import WORDS, read_lines, write_decoder, write_lines
@@ -156,17 +156,17 @@ def test_single_slot_that_exceeds_memory_is_an_error(tmp_path: Path) -> None:
 def test_reason_is_given_where_texts_would_differ(
     settings: TextSettings, family: str, config: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
-    found = ContinuousBatchingRung(settings).unavailable(decoder(tmp_path, family, **config), Machine())
+    found = ContinuousBatchingBackend(settings).unavailable(decoder(tmp_path, family, **config), Machine())
     assert found is not None
     assert why in found
 
 
 def test_generation_config_that_changes_tokens_is_refused(tmp_path: Path) -> None:
-    model, rung = decoder(tmp_path), ContinuousBatchingRung(SETTINGS)
+    model, backend = decoder(tmp_path), ContinuousBatchingBackend(SETTINGS)
     model.generation_config.update(repetition_penalty=1.0, top_k=20, temperature=0.6, do_sample=True)
-    assert rung.unavailable(model, Machine()) is None
+    assert backend.unavailable(model, Machine()) is None
     model.generation_config.update(repetition_penalty=1.1)
-    found = rung.unavailable(model, Machine())
+    found = backend.unavailable(model, Machine())
     assert found == "the model's generation_config.json sets repetition_penalty, which slots do not apply"
 
 
@@ -201,7 +201,7 @@ def test_stage_by_name_fails_where_slots_cannot_generate(tmp_path: Path) -> None
     job = job_of(model, tmp_path, optimization="continuous-batching", generation={"num_beams": 2})
     with pytest.raises(StageError) as caught:
         predict(job, JobPaths(tmp_path / "job"), NoProgress())
-    assert caught.value.reason == "RungNotAvailable"
+    assert caught.value.reason == "BackendNotAvailable"
     assert "generation.numBeams is 2" in caught.value.message
 
 
@@ -212,7 +212,7 @@ def test_auto_measures_slots_and_takes_the_faster_way(tmp_path: Path, monkeypatc
     paths = JobPaths(tmp_path / "job")
     model = write_decoder(tmp_path / "m", initializer_range=0.5)
     result = predict(job_of(model, tmp_path, optimization="measured"), paths, NoProgress())
-    rows = {row.name: row for row in RungTable.model_validate_json(paths.optimization.read_bytes()).rungs}
+    rows = {row.name: row for row in BackendTable.model_validate_json(paths.optimization.read_bytes()).backends}
     assert "predict.server names no server" in rows["vllm"].why
     slots, none = rows["continuous-batching"], rows["none"]
     assert slots.agreement == 1
@@ -232,5 +232,5 @@ def test_few_texts_are_not_measured(tmp_path: Path) -> None:
     paths = JobPaths(tmp_path / "job")
     model = write_decoder(tmp_path / "m")
     assert predict(job_of(model, tmp_path, optimization="measured"), paths, NoProgress())["optimization"] == "none"
-    found = RungTable.model_validate_json(paths.optimization.read_bytes())
+    found = BackendTable.model_validate_json(paths.optimization.read_bytes())
     assert found.reason == "fewer than 1,280 texts are too few to measure"

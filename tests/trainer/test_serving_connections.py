@@ -204,19 +204,19 @@ def test_many_mixed_requests_leave_no_memory_descriptor_or_thread(model: Path, t
     assert waiting == (0, 0, [])
 
 
-@pytest.mark.parametrize("rung", ["bf16", "onnx"])
-def test_rung_by_name_answers_within_its_tolerance(model: Path, tmp_path: Path, rung: str) -> None:
+@pytest.mark.parametrize("backend", ["bf16", "onnx"])
+def test_backend_by_name_answers_within_its_tolerance(model: Path, tmp_path: Path, backend: str) -> None:
     from finetune_trainer.core.failures import StageError
 
     request = {"inputs": ["a good film", "bad", "a film a film"]}
     with served(job_of(model), JobPaths(tmp_path / "plain")) as server:
         plain = server.request("/", request).json
     try:
-        with served(job_of(model, optimization=rung, tolerance=1.0), JobPaths(tmp_path / "rung")) as server:
+        with served(job_of(model, optimization=backend, tolerance=1.0), JobPaths(tmp_path / "backend")) as server:
             assert server.state.engine.answerer.forward is not None
             found = server.request("/", request).json
     except StageError as error:
-        if error.reason != "RungNotAvailable":
+        if error.reason != "BackendNotAvailable":
             raise
         pytest.skip(error.message)
     for ours, others in zip(found, plain, strict=True):

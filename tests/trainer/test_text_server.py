@@ -1,4 +1,4 @@
-"""The rung `vllm`: texts of a server over HTTP equal those of the job's own process, and its errors lose no row."""
+"""The backend `vllm`: texts of a server over HTTP equal those of the job's own process, and its errors lose no row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.predict.backends import choosing, text_server
-from finetune_trainer.predict.backends.backend_table import RungTable
+from finetune_trainer.predict.backends.backend_table import BackendTable
 from finetune_trainer.predict.predict import predict
 from finetune_trainer.prepare.prepare import prepare
 from trainer_support.openai_peer import OpenAIPeer, listening, peer_of
@@ -79,7 +79,7 @@ def test_texts_of_a_server_equal_those_of_the_own_process(
     assert by_server.predictions_jsonl.read_bytes() == plain.predictions_jsonl.read_bytes()
     assert len(set(texts(plain))) > ROWS / 2
     assert sum(body["max_tokens"] == 8 for body in peer.requests) == ROWS
-    assert RungTable.model_validate_json(by_server.optimization.read_bytes()).chosen == "vllm"
+    assert BackendTable.model_validate_json(by_server.optimization.read_bytes()).chosen == "vllm"
 
 
 def test_drawn_texts_differ_by_row_and_repeat_with_the_seed(
@@ -182,7 +182,7 @@ def test_a_server_that_never_answers_ends_the_worker_or_the_trial(
         assert (caught.value.failure_class, caught.value.reason) == (FailureClass.HUB_UNAVAILABLE, "ServerUnavailable")
         return
     assert predict(job, paths, NoProgress())["optimization"] in ("none", "continuous-batching")
-    (row,) = [each for each in table(paths).rungs if each.name == "vllm"]
+    (row,) = [each for each in table(paths).backends if each.name == "vllm"]
     assert "not available: predict.server http://127.0.0.1:9 has not answered" in row.why
 
 
@@ -197,15 +197,15 @@ def test_auto_takes_a_faster_server_within_the_tolerance(
     monkeypatch.setattr(choosing, "SMALL_SECONDS", 0.0)
     monkeypatch.setattr(choosing, "MEASURING_SHARE", 1e9)
     predict(job_of(decoder, tmp_path, optimization="measured", server=url, tolerance=0.9), paths, NoProgress())
-    (row,) = [each for each in table(paths).rungs if each.name == "vllm"]
-    assert [each.name for each in table(paths).rungs] == ["none", "continuous-batching", "vllm"]
+    (row,) = [each for each in table(paths).backends if each.name == "vllm"]
+    assert [each.name for each in table(paths).backends] == ["none", "continuous-batching", "vllm"]
     assert (row.agreement, row.rows_per_second is not None) == (1.0, True)
 
     peer.fault = one_wrong_token
     job = job_of(decoder, tmp_path, optimization="vllm", server=url, tolerance=0.9)
     with pytest.raises(StageError, match="of its labels are equal, less than 90") as caught:
         predict(job, paths, NoProgress())
-    assert caught.value.reason == "RungNotRightEnough"
+    assert caught.value.reason == "BackendNotRightEnough"
 
 
 def another_model(peer: OpenAIPeer) -> None:
@@ -231,10 +231,10 @@ def rejected_field(peer: OpenAIPeer) -> None:
 @pytest.mark.parametrize(
     ("change", "reason", "text"),
     [
-        (another_model, "RungNotAvailable", "continues 0 of 16 rows as the job's model does"),
-        (several_models, "RungNotAvailable", "has the models served, second; start it with the job's model alone"),
-        (no_ids, "RungNotAvailable", r"returns no token ids \(return_token_ids\)"),
-        (rejected_field, "RungNotAvailable", "rejects a row: status 422: .*return_token_ids is not supported"),
+        (another_model, "BackendNotAvailable", "continues 0 of 16 rows as the job's model does"),
+        (several_models, "BackendNotAvailable", "has the models served, second; start it with the job's model alone"),
+        (no_ids, "BackendNotAvailable", r"returns no token ids \(return_token_ids\)"),
+        (rejected_field, "BackendNotAvailable", "rejects a row: status 422: .*return_token_ids is not supported"),
         (a_key, "ServerRefused", "answers /v1/completions with status 401: Unauthorized"),
     ],
 )
@@ -261,7 +261,7 @@ def test_token_of_the_server_is_read_from_the_environment(
 def test_vllm_without_a_server_gives_the_reason(decoder: Path, tmp_path: Path, paths: JobPaths) -> None:
     with pytest.raises(StageError, match=r"predict\.server names no server, and the image has no vLLM") as caught:
         predict(job_of(decoder, tmp_path, optimization="vllm"), paths, NoProgress())
-    assert caught.value.reason == "RungNotAvailable"
+    assert caught.value.reason == "BackendNotAvailable"
 
 
 def test_metric_of_texts_with_references_judges_a_server(
@@ -281,14 +281,14 @@ def test_metric_of_texts_with_references_judges_a_server(
 
     prepare(judged("source", "target"), paths, NoProgress())
     assert predict(judged("source", "target"), paths, NoProgress())["optimization"] == "vllm"
-    (row,) = [each for each in table(paths).rungs if each.name == "vllm"]
+    (row,) = [each for each in table(paths).backends if each.name == "vllm"]
     assert (row.metric_worse_by, row.chosen) == (0.0, True)
 
     peer.fault, other = one_wrong_token, JobPaths(tmp_path / "other")
     prepare(judged("source", "target"), other, NoProgress())
     with pytest.raises(StageError, match=r"(rouge[12L]|exact_match) is [01]\.\d+ worse, more than 0\.2000") as caught:
         predict(judged("source", "target"), other, NoProgress())
-    assert caught.value.reason == "RungNotRightEnough"
+    assert caught.value.reason == "BackendNotRightEnough"
 
     alone = JobPaths(tmp_path / "alone")
     prepare(judged("text"), alone, NoProgress())
@@ -297,5 +297,5 @@ def test_metric_of_texts_with_references_judges_a_server(
     assert missing.value.reason == "NoReferences"
 
 
-def table(paths: JobPaths) -> RungTable:
-    return RungTable.model_validate_json(paths.optimization.read_bytes())
+def table(paths: JobPaths) -> BackendTable:
+    return BackendTable.model_validate_json(paths.optimization.read_bytes())

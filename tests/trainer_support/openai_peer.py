@@ -1,5 +1,5 @@
-"""A small server with the part of vLLM's OpenAI API that the rung `vllm` uses: token ids in, token ids out. Texts are
-those of transformers' `generate`, one prompt at a time.
+"""A small server with the part of vLLM's OpenAI API that the backend `vllm` uses: token ids in, token ids out. Texts
+are those of transformers' `generate`, one prompt at a time.
 """
 
 from __future__ import annotations

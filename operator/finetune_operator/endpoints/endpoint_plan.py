@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from finetune_contract.choices import RUNG_TASKS, Optimization, Stage
+from finetune_contract.choices import BACKEND_TASKS, Optimization, Stage
 from finetune_contract.inference_settings import ServedAdapter, Serving
 from finetune_operator.endpoints.kinds import (
     IDLE_API,
@@ -114,8 +114,8 @@ def _choose_optimization(draft: Draft, endpoint: EndpointSpec) -> Draft:
             "NotSupported",
         )
     chosen: Optimization = "measured" if asked == "auto" else asked
-    if asked == "auto" and not (on_cpu and draft.spec.task in RUNG_TASKS):
-        why = "the job serves on a GPU" if not on_cpu else f"only {', '.join(RUNG_TASKS)} can be computed otherwise"
+    if asked == "auto" and not (on_cpu and draft.spec.task in BACKEND_TASKS):
+        why = "the job serves on a GPU" if not on_cpu else f"only {', '.join(BACKEND_TASKS)} can be computed otherwise"
         return draft.because(f"servers compute the model as it is: {why} (spec.endpoint.optimization is auto)")
     draft = draft.with_inference(serve_optimization=chosen)
     if not judged_optimization(draft):

@@ -67,29 +67,29 @@ CheckpointingMode: TypeAlias = Literal["none", "full", "selective"]
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16", "fp8"]
 InferencePrecision: TypeAlias = Literal["fp32", "bf16"]
 """Precision of evaluation and prediction; no fp16, since they do not scale values as it requires."""
-RungName: TypeAlias = Literal[
+BackendName: TypeAlias = Literal[
     "none", "bf16", "bnb-int8", "bnb-nf4", "compile", "fp8", "int8", "onnx", "onnx-int8", "onnx-int8-static",
     "openvino", "openvino-bf16", "openvino-int8",
 ]  # fmt: skip
 """Method of computing predictions; `none` is the plain model, `int8` the faster of `onnx-int8` and `openvino-int8`."""
-GPU_RUNGS: tuple[RungName, ...] = ("none", "bf16", "bnb-int8", "bnb-nf4", "compile", "fp8")
+GPU_BACKENDS: tuple[BackendName, ...] = ("none", "bf16", "bnb-int8", "bnb-nf4", "compile", "fp8")
 """Methods that a job on a GPU can request by name; all others are for CPUs."""
-Optimization: TypeAlias = RungName | Literal["measured"]
+Optimization: TypeAlias = BackendName | Literal["measured"]
 """Method of serving; `measured`: the fastest on a sample of the rows."""
-TextRung: TypeAlias = Literal["continuous-batching", "vllm"]
-PredictRung: TypeAlias = RungName | TextRung
+TextBackend: TypeAlias = Literal["continuous-batching", "vllm"]
+PredictBackend: TypeAlias = BackendName | TextBackend
 """Method of predict by its name. Two generate texts: `continuous-batching` in slots that are refilled as texts end,
 `vllm` by an OpenAI-compatible server that has the model.
 """
-TEXT_RUNGS: tuple[TextRung, ...] = ("continuous-batching", "vllm")
-EndpointRung: TypeAlias = RungName | Literal["vllm"]
+TEXT_BACKENDS: tuple[TextBackend, ...] = ("continuous-batching", "vllm")
+EndpointBackend: TypeAlias = BackendName | Literal["vllm"]
 """Method of serving by its name; servers of `vllm` run its own image."""
-PredictOptimization: TypeAlias = PredictRung | Literal["measured"]
+PredictOptimization: TypeAlias = PredictBackend | Literal["measured"]
 """Method of predict; `measured`: the fastest on a sample of the rows."""
-RUNG_TASKS: tuple[Task, ...] = ("text-classification", "token-classification", "question-answering")
+BACKEND_TASKS: tuple[Task, ...] = ("text-classification", "token-classification", "question-answering")
 """Tasks whose predictions have alternatives to the plain model: they take one forward pass."""
 VLLM_TASKS: tuple[Task, ...] = ("text-generation", "preference-tuning")
-"""Tasks whose texts a text rung can generate: those of decoders. vLLM has no encoder-decoders of these families."""
+"""Tasks whose texts a text backend can generate: those of decoders. vLLM has no encoder-decoders of these families."""
 Device: TypeAlias = Literal["cpu", "cuda"]
 Transport: TypeAlias = Literal["tcp", "rdma", "efa"]
 """Network between nodes: TCP sockets, RDMA by InfiniBand or RoCE, or AWS' Elastic Fabric Adapter."""

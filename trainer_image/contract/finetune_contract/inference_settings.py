@@ -141,8 +141,8 @@ class Prediction(InferenceProcesses):
     """Precision, as in an evaluation."""
     optimization: Annotated[PredictOptimization, Field(exclude_if=lambda name: name == "none")] = "none"
     tolerance: Annotated[float | None, Field(gt=0.5, le=1, exclude_if=lambda share: share is None)] = None
-    """Fraction of rows whose labels must equal the plain model's; None: rungs whose labels can differ are used only by
-    name, or by `metric_tolerance`.
+    """Fraction of rows whose labels must equal the plain model's; None: backends whose labels can differ are used only
+    by name, or by `metric_tolerance`.
     """
     metric_tolerance: Annotated[float | None, Field(ge=0, le=1, exclude_if=lambda most: most is None)] = None
     """Maximum loss of a metric against the plain model, on labelled rows of the prepared data."""
@@ -188,7 +188,7 @@ class Serving(Order):
         if len(set(names)) < len(names):
             raise ValueError("the names of adapters must differ, and from model_name")
         if self.adapters and self.optimization != "none":
-            raise ValueError("optimization is none with adapters: rungs convert a model without them")
+            raise ValueError("optimization is none with adapters: backends convert a model without them")
         if not self.adapters and not self.serves_model:
             raise ValueError("serves_model is false only with adapters")
         return self

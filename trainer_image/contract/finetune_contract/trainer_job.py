@@ -333,7 +333,7 @@ class TrainerJob(Order):
         if self.evaluation is not None and self.evaluation.optimization != "none" and self.evaluation.processes > 1:
             raise ValueError("processes is 1 with optimization: each process would measure for itself")
         if self.predict is not None and self.predict.tensor > 1 and self.predict.optimization != "none":
-            raise ValueError("optimization is none with tensor: rungs convert a whole model")
+            raise ValueError("optimization is none with tensor: backends convert a whole model")
         if self.predict is not None and self.predict.processes > 1 and self.predict.workers > 1:
             raise ValueError("processes is for one pod: with several workers, each has one process")
         return self

@@ -136,7 +136,7 @@ class Answerer:
         self.encoder.task.encoding.check(split, self.requested.columns, self.requested.setting)
 
     def sample(self, shards: Iterable[RowShard], rows: int) -> tuple[Sample, int]:
-        """Return about `rows` of the first rows that can be answered, to measure rungs with, and the weight of their
+        """Return about `rows` of the first rows that can be answered, to measure backends with, and the weight of their
         shards. StageError DATA `EmptySplit` if there are none.
         """
         inputs = self.encoder.task.encoding.inputs(self.requested.columns)

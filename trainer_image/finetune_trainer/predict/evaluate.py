@@ -14,7 +14,7 @@ from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.progress import ProgressSink
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.predict.backends.backend_protocol import ForwardPass
-from finetune_trainer.predict.backends.served_backend import JUDGED_IN, judged_rung
+from finetune_trainer.predict.backends.served_backend import JUDGED_IN, judged_backend
 from finetune_trainer.predict.labelled_rows import labelled_split
 from finetune_trainer.predict.pod_processes import BatchShare, evaluation_share
 from finetune_trainer.predict.runner import (
@@ -59,7 +59,7 @@ def evaluate(
     means = Means.of(job.evaluation)
     share = evaluation_share(world, job.inference(Stage.EVALUATE), means.device)
     rate = TokenRate(progress, share.count)
-    answers, rung = _answers(job, paths, prepared, split, share, rate)
+    answers, backend = _answers(job, paths, prepared, split, share, rate)
     share.end()
     if answers is None:
         return {}
@@ -72,7 +72,7 @@ def evaluate(
             "rows": split.rows,
             "split": split.role,
             **means.entry,
-            **({} if rung is None else {JUDGED_IN: rung}),
+            **({} if backend is None else {JUDGED_IN: backend}),
         },
         "majority": {name: baseline[name] for name in wanted if name in baseline},
     }
@@ -99,7 +99,7 @@ def _answers(
     progress: ProgressSink,
 ) -> tuple[list[Answer] | None, str | None]:
     """Return the answers of all processes, with those of the model before training if the task compares them; None if
-    this process does not lead. Return also the rung that computed them, if the job requests one.
+    this process does not lead. Return also the backend that computed them, if the job requests one.
     """
     task, means, group = task_of(job), Means.of(job.evaluation), share.group
     place = (means.precision, means.devices, group)
@@ -131,11 +131,11 @@ def _answers(
     if task.head.compared:  # one model at a time
         reference = answered(reference_model(job, task.head, *place))
     model = model_to_use(job, paths, prepared, *place)
-    with judged_rung(job, paths, model, labels_of(prepared.facts)) as (rung, forward):
+    with judged_backend(job, paths, model, labels_of(prepared.facts)) as (backend, forward):
         answers = answered(model, forward)
     if answers is None or reference is None:
-        return answers, rung
-    return [{**answer, **_of_reference(base)} for answer, base in zip(answers, reference, strict=True)], rung
+        return answers, backend
+    return [{**answer, **_of_reference(base)} for answer, base in zip(answers, reference, strict=True)], backend
 
 
 def _of_reference(answer: Answer) -> Answer:

@@ -37,7 +37,7 @@ from finetune_trainer.core.files import discard, discard_leftovers, through_outa
 from finetune_trainer.core.progress import NoProgress, ProgressSink
 from finetune_trainer.data.row_shards import ShardKey, no_rows
 from finetune_trainer.predict.answering import Answerer
-from finetune_trainer.predict.backends.backend_in_use import RungInUse
+from finetune_trainer.predict.backends.backend_in_use import BackendInUse
 from finetune_trainer.predict.prediction_inputs import PARTS_FORMAT, PredictionInputs, copied_columns
 from finetune_trainer.predict.prediction_output import Output, output_of, write_lines
 from finetune_trainer.predict.prediction_parts import Joined, PartFacts, Parts, PartsManifest
@@ -65,9 +65,10 @@ parts of 4,000 short rows each leave 270 MiB beside the 200 MiB in use.
 """
 LOOK_SECONDS = 1.0
 """Shortest time between two listings of other workers' parts."""
-RUNG = "rung"
+BACKEND = "rung"
+"""Key of the backend in the manifest of parts; older attempts have written it."""
 _CHOICE = "choice"
-"""Claim on choosing a rung."""
+"""Claim on choosing a backend."""
 
 
 def predict(
@@ -171,7 +172,7 @@ def _led(
         bad_rows.discard()
     details: dict[str, Any] = {"bad_rows": done.bad, "bad_rows_path": bad_rows.name} if done.bad else {}
     if job.predict is not None and job.predict.optimization != "none":
-        details["optimization"] = parts.optimization().get(RUNG, "none")
+        details["optimization"] = parts.optimization().get(BACKEND, "none")
         _keep_table(paths, str(details["optimization"]))
     written = done.throughput()
     log_tokens(written)
@@ -389,23 +390,23 @@ def _answerer(given: PredictionInputs, parts: Parts, sharing: Sharing, paths: Jo
     answerer = _loaded_answerer(given, paths)
     workers = 1 if job.predict is None else job.predict.workers * job.predict.models
     source = given.source
-    rungs = RungInUse(answerer, source.shards, source.weight, paths, weights_version(job, paths), workers)
+    backends = BackendInUse(answerer, source.shards, source.weight, paths, weights_version(job, paths), workers)
 
     def choose() -> PartsManifest:
         threads = worker_threads(given, torch.get_num_threads())
         torch.set_num_threads(threads)
-        name = rungs.choose()
-        optimization: dict[str, JsonValue] = {} if name == "none" else {RUNG: name}
-        fitting = answerer.fitting_tokens(source.shards(), rungs.built)
+        name = backends.choose()
+        optimization: dict[str, JsonValue] = {} if name == "none" else {BACKEND: name}
+        fitting = answerer.fitting_tokens(source.shards(), backends.built)
         return PartsManifest(
             version=PARTS_FORMAT, means=means, threads=threads, batch_tokens=fitting, optimization=optimization
         )
 
     # One worker measures for all; if there is nothing to measure, no worker waits.
-    first = (lambda there: not there()) if rungs.request.optimization == "none" else partial(sharing.first, _CHOICE)
+    first = (lambda there: not there()) if backends.request.optimization == "none" else partial(sharing.first, _CHOICE)
     agreed = parts.agreed(PARTS_FORMAT, means, choose, first)
     torch.set_num_threads(agreed.threads)
-    forward = rungs.forward(str(agreed.optimization.get(RUNG, "none")))
+    forward = backends.forward(str(agreed.optimization.get(BACKEND, "none")))
     return replace(answerer, forward=forward, batch_tokens=agreed.batch_tokens)
 
 
@@ -442,7 +443,7 @@ def _keep_table(paths: JobPaths, used: str) -> None:
         table = json.loads(paths.optimization.read_bytes())
     except OSError:
         return  # another worker measured, and its file may not be visible yet
-    merge_metrics(paths, {"predict": {"optimization": used, "reason": table["reason"], "rungs": table["rungs"]}})
+    merge_metrics(paths, {"predict": {"optimization": used, "reason": table["reason"], "backends": table["backends"]}})
 
 
 def _allowed(job: TrainerJob, rows: int) -> int:

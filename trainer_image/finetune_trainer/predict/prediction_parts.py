@@ -62,7 +62,7 @@ class PartsManifest(Message):
     those of `means`.
     """
     optimization: dict[str, JsonValue] = Field(default_factory=dict)
-    """Rung that was chosen by measuring; empty: the plain loop."""
+    """Backend that was chosen by measuring; empty: the plain loop."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Parts:
         return found
 
     def optimization(self) -> dict[str, JsonValue]:
-        """Return the rung that the first worker chose."""
+        """Return the backend that the first worker chose."""
         return PartsManifest.model_validate_json(through_outage((self.folder / _MANIFEST).read_bytes)).optimization
 
     def there(self) -> list[str]:

@@ -15,7 +15,7 @@ File system requests are bounded, so that a thousand workers do not stall each o
 - for each shard that a worker answers: one claim, and one check for a failed worker; never a look at others' claims.
 - for each worker: a heartbeat every 10 s; a listing of the parts at the start, one of parts and one of claims each time
   that its shards are done; while it waits, one listing and at most 8 short reads at intervals that double up to 10 s.
-- for the choice of a rung, unless predict.optimization is none: one claim of each worker, and while another one
+- for the choice of a backend, unless predict.optimization is none: one claim of each worker, and while another one
   measures, a few short requests at intervals that double up to 10 s.
 - worker 0 reads the facts of each part once, for its progress, and lists the parts in at most 5 % of its time.
 """

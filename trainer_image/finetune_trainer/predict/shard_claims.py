@@ -29,7 +29,7 @@ STRAGGLER_SECONDS = 30.0
 STRAGGLER_FACTOR = 3.0
 """The same, as a multiple of the idle worker's own longest shard."""
 CHOOSING_SECONDS = 1800.0
-"""Time that a live worker may take for a task that it does for all, before the others do it too. Measuring all rungs
+"""Time that a live worker may take for a task that it does for all, before the others do it too. Measuring all backends
 takes minutes.
 """
 WATCHED = 4

@@ -255,7 +255,7 @@ def write_report(
             check=parts.check_rows(metrics.get("train", {})),
             memory_picture=memory_picture(metrics.get("train", {}), plan.get("memory") or {}),
             ways=_read_json(paths.optimization),
-            rungs=_rung_rows(_read_json(paths.optimization)),
+            backends=_backend_rows(_read_json(paths.optimization)),
             environment=_environment_rows(_read_json(paths.environment) or {}),
             command=command or _command(job, paths),
             job_file=job.to_json(),
@@ -289,7 +289,7 @@ def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [*rows, ("total", human_bytes(memory["totalBytes"]), f"of {human_bytes(memory['capacityBytes'])}")]
 
 
-def _rung_rows(table: Mapping[str, Any] | None) -> list[tuple[str, ...]]:
+def _backend_rows(table: Mapping[str, Any] | None) -> list[tuple[str, ...]]:
     """Return name, rows and tokens a second, rows with the plain model's labels, largest difference of their scores,
     the metric that has lost most, memory, time to create it, and the reason for taking it or not.
     """
@@ -299,25 +299,25 @@ def _rung_rows(table: Mapping[str, Any] | None) -> list[tuple[str, ...]]:
 
     return [
         (
-            str(rung["name"]) + (" (used)" if rung["chosen"] else ""),
-            shown(rung["rowsPerSecond"], "{:,.0f}".format),
-            shown(rung.get("tokensPerSecond"), "{:,.0f}".format),
-            shown(rung["agreement"], "{:.2%}".format),
-            shown(rung["largestDifference"], "{:.2g}".format),
-            _worst_metric(rung),
-            shown(rung["memoryBytes"], human_bytes),
-            shown(rung["setupSeconds"], "{:.1f} s".format),
-            str(rung["why"]),
+            str(backend["name"]) + (" (used)" if backend["chosen"] else ""),
+            shown(backend["rowsPerSecond"], "{:,.0f}".format),
+            shown(backend.get("tokensPerSecond"), "{:,.0f}".format),
+            shown(backend["agreement"], "{:.2%}".format),
+            shown(backend["largestDifference"], "{:.2g}".format),
+            _worst_metric(backend),
+            shown(backend["memoryBytes"], human_bytes),
+            shown(backend["setupSeconds"], "{:.1f} s".format),
+            str(backend["why"]),
         )
-        for rung in (table or {}).get("rungs", ())
+        for backend in (table or {}).get("backends", ())
     ]
 
 
-def _worst_metric(rung: Mapping[str, Any]) -> str:
-    worse = rung.get("metricWorseBy")
+def _worst_metric(backend: Mapping[str, Any]) -> str:
+    worse = backend.get("metricWorseBy")
     if worse is None:
         return ""
-    return f"{rung['metric']} {worse:.4f} worse" if worse > 0 else "none worse"
+    return f"{backend['metric']} {worse:.4f} worse" if worse > 0 else "none worse"
 
 
 def _generation_rows(figures: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str, str]]:

@@ -26,7 +26,7 @@ from finetune_trainer.data.prepared import POSITION, FeatureBatch, FeatureSet, P
 from finetune_trainer.data.row_shards import ShardKey
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.predict.answering import Answerer, RequestedColumns, coding_of, seed_of
-from finetune_trainer.predict.backends.served_backend import plain_answerer, rung_to_serve, served_rung
+from finetune_trainer.predict.backends.served_backend import backend_to_serve, plain_answerer, served_backend
 from finetune_trainer.predict.runner import settle, used_model, weights_version
 from finetune_trainer.prepare.prepare import labels_of_model
 from finetune_trainer.prepare.shards import Encoder
@@ -104,12 +104,12 @@ class ServingEngine:
         return engine
 
     def open(self) -> None:
-        """Load the model, once, and convert it if the job requests it. StageErrors of the model and of the rung."""
+        """Load the model, once, and convert it if the job requests it. StageErrors of the model and of the backend."""
         if self.models:
             return
         garbage_collection.begin_with_models()
         serving, paths, job = self.serving, self.paths, self.job
-        version, judged = weights_version(job, paths), rung_to_serve(job, paths, serving.optimization)
+        version, judged = weights_version(job, paths), backend_to_serve(job, paths, serving.optimization)
         if self.trained:
             # The tokenizer, too, is read from the trained model's folder: nothing is fetched.
             found = job_of_trained_model(job, paths)
@@ -135,7 +135,7 @@ class ServingEngine:
         model, _ = used_model(job, paths, serving.precision)
         labels = labels_of_model(job, task.head, model.config)
         plain = plain_answerer(job, model, labels, encoder)
-        _, forward = served_rung(plain, _writable(paths), version, judged)
+        _, forward = served_backend(plain, _writable(paths), version, judged)
         settle(model, serving.device)
         self.models = {serving.model_name: ServedModel(replace(plain, forward=forward, settled=True))}
 

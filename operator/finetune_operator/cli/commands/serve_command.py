@@ -155,7 +155,7 @@ def _with_serving(
     """Return the job with its server. `alone`: adapter that was given in place of a model, which is not served then."""
     from pydantic import ValidationError
 
-    from finetune_contract.choices import RungName
+    from finetune_contract.choices import BackendName
     from finetune_contract.inference_settings import CPU_BATCH_TOKENS, Serving
 
     name = "measured" if optimization == "auto" else optimization
@@ -172,7 +172,7 @@ def _with_serving(
             {**served, "device": "cpu", "optimization": name, "max_batch_tokens": batch_tokens or CPU_BATCH_TOKENS}
         )
     except ValidationError as error:
-        known = ", ".join(("auto", *get_args(RungName)))
+        known = ", ".join(("auto", *get_args(BackendName)))
         raise UsageError(f"--optimization: unknown optimization {optimization!r}; use one of {known}") from error
     return job.model_copy(update={"serving": serving})
 

@@ -10,7 +10,7 @@ from typing import get_args
 
 from pydantic import JsonValue
 
-from finetune_contract.choices import RungName, Stage
+from finetune_contract.choices import BackendName, Stage
 from finetune_contract.report import Communication, TrainerReport
 from finetune_operator.jobs.render.sizes import gpus_of_stage
 from finetune_operator.plan.time.cost import find_price
@@ -122,10 +122,10 @@ def artifacts(
 
 
 def _judged_optimization(report: TrainerReport) -> str | None:
-    """Return the rung of an evaluation; None if the model was evaluated as it is."""
+    """Return the backend of an evaluation; None if the model was evaluated as it is."""
     section = report.metrics.get(Stage.EVALUATE.value)
     found = section.get("optimization") if isinstance(section, dict) else None
-    return found if isinstance(found, str) and found in get_args(RungName) else None
+    return found if isinstance(found, str) and found in get_args(BackendName) else None
 
 
 def _predictions(spec: FineTuneJobSpec, folder: str) -> str:

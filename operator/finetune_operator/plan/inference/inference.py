@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from finetune_contract.byte_text import human_bytes
-from finetune_contract.choices import GPU_RUNGS, RUNG_TASKS, VLLM_TASKS, PredictRung, Stage
+from finetune_contract.choices import BACKEND_TASKS, GPU_BACKENDS, VLLM_TASKS, PredictBackend, Stage
 from finetune_operator.plan.inference.inference_memory import inference_need
 from finetune_operator.plan.inference.inference_processes import pod_devices
 from finetune_operator.plan.inference.memory_limits import (
@@ -114,8 +114,8 @@ def choose_optimization(draft: Draft) -> Draft:
     devices, why = draft.inference.devices, None
     if devices > 1:
         why = f"the layers of the model are on {devices} GPUs"
-    if draft.spec.task not in RUNG_TASKS:
-        why = f"only {', '.join(RUNG_TASKS)} can be computed otherwise"
+    if draft.spec.task not in BACKEND_TASKS:
+        why = f"only {', '.join(BACKEND_TASKS)} can be computed otherwise"
     if why is None:
         where = "" if on_cpu else " on the GPU"
         return draft.with_inference(predict_optimization="measured").because(
@@ -150,12 +150,12 @@ def _texts_by_server(draft: Draft, asked: PredictSpec) -> Draft:
     )
 
 
-def _checked_on_gpu(draft: Draft, optimization: PredictRung) -> Draft:
+def _checked_on_gpu(draft: Draft, optimization: PredictBackend) -> Draft:
     """Refuse an optimization that is not for the GPUs of the job."""
     path = ("predict", "optimization")
-    if optimization not in (*GPU_RUNGS, "continuous-batching"):
+    if optimization not in (*GPU_BACKENDS, "continuous-batching"):
         rule = "is for CPUs, and the job predicts on a GPU"
-        hint = f"leave it out, use {any_of(GPU_RUNGS)}, or set spec.resources.gpusPerNode to 0"
+        hint = f"leave it out, use {any_of(GPU_BACKENDS)}, or set spec.resources.gpusPerNode to 0"
         return draft.refusing(path, optimization, rule, hint, "NotSupported")
     if draft.inference.devices > 1:
         rule = f"is for a model on one GPU, and the layers of this one are on {draft.inference.devices}"

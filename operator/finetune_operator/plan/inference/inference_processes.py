@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from finetune_contract.byte_text import human_bytes
-from finetune_contract.choices import RUNG_TASKS, WRITING_TASKS, Stage
+from finetune_contract.choices import BACKEND_TASKS, WRITING_TASKS, Stage
 from finetune_contract.plans import tensor_families
 from finetune_operator.plan.hardware.devices import find_gpu
 from finetune_operator.plan.memory.host_memory import inference_bytes as host_bytes
@@ -165,7 +165,7 @@ def _processes_on_cores(draft: Draft) -> Draft:
     # Without a request, a pod may get fewer cores than its node has.
     known_cores = draft.local or draft.spec.resources.cpu is not None
     counted = predict.dataset is not None or draft.data is not None
-    if draft.spec.task not in RUNG_TASKS or not (alone and known_cores and counted):
+    if draft.spec.task not in BACKEND_TASKS or not (alone and known_cores and counted):
         return draft
     seconds = _seconds_to_predict(draft)
     wanted = cores // CORES_OF_PROCESS

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import TypeAlias, get_args
 
 from finetune_contract.choices import (
-    GPU_RUNGS,
-    RUNG_TASKS,
+    BACKEND_TASKS,
+    GPU_BACKENDS,
     SMOOTHED_TASKS,
-    TEXT_RUNGS,
+    TEXT_BACKENDS,
     VLLM_TASKS,
     WRITING_TASKS,
-    RungName,
+    BackendName,
     Task,
 )
 from finetune_operator.spec.problems import any_of
@@ -91,8 +91,8 @@ def _any_of(values: tuple[Choice, ...]) -> str:
     return any_of([str(value).lower() if isinstance(value, bool) else value for value in values])
 
 
-_RUNGS = tuple(rung for rung in get_args(RungName) if rung != "none")
-_CPU_RUNGS = tuple(rung for rung in _RUNGS if rung not in GPU_RUNGS)
+_BACKENDS = tuple(backend for backend in get_args(BackendName) if backend != "none")
+_CPU_BACKENDS = tuple(backend for backend in _BACKENDS if backend not in GPU_BACKENDS)
 _ADAPTERS = ("lora", "qlora", "dora")
 _KSERVE_RUNTIME = "endpoint.kserveRuntime"
 _LOOP_ONLY = (
@@ -117,9 +117,9 @@ RULES: tuple[Rule, ...] = (
     is_for("generation", WRITING_TASKS),
     is_for("preference", ("preference-tuning",)),
     is_for("training.labelSmoothing", SMOOTHED_TASKS),
-    is_for("predict.optimization", RUNG_TASKS, *_RUNGS),
-    is_for("predict.optimization", VLLM_TASKS, *TEXT_RUNGS),
-    is_for("endpoint.optimization", RUNG_TASKS, *_RUNGS),
+    is_for("predict.optimization", BACKEND_TASKS, *_BACKENDS),
+    is_for("predict.optimization", VLLM_TASKS, *TEXT_BACKENDS),
+    is_for("endpoint.optimization", BACKEND_TASKS, *_BACKENDS),
     is_for("endpoint.optimization", VLLM_TASKS, "vllm"),
     # Training.
     needs("model.adapter.method", "training", way="write `training: {}`"),
@@ -157,12 +157,12 @@ RULES: tuple[Rule, ...] = (
     # Texts and predictions.
     excludes("generation.numBeams", "generation.temperature", why=", which samples without a search"),
     needs("generation.topP", "generation.temperature", why=", without which nothing is sampled"),
-    excludes("generation.numBeams", "predict.optimization", *TEXT_RUNGS, why=", which have no beam search"),
+    excludes("generation.numBeams", "predict.optimization", *TEXT_BACKENDS, why=", which have no beam search"),
     excludes("generation.temperature", "predict.optimization", "continuous-batching", why=", which does not sample"),
     excludes("generation.numBeams", "endpoint.optimization", "vllm", why=", which serves no beam search"),
     excludes(
-        "predict.optimization", "resources.gpusPerNode", of=_CPU_RUNGS,
-        why=": it is for CPUs", way=f"use {any_of(GPU_RUNGS)}", unless="type(self.resources.gpusPerNode) != int",
+        "predict.optimization", "resources.gpusPerNode", of=_CPU_BACKENDS,
+        why=": it is for CPUs", way=f"use {any_of(GPU_BACKENDS)}", unless="type(self.resources.gpusPerNode) != int",
     ),
     needs("predict.server", "predict.optimization", "vllm", "auto"),
     excludes("predict.tolerance", "predict.optimization", "none"),
@@ -170,7 +170,7 @@ RULES: tuple[Rule, ...] = (
     needs("predict.metricTolerance", "dataset", why=", whose rows have labels"),
     # Endpoints.
     excludes(
-        "endpoint.optimization", "resources.gpusPerNode", of=_RUNGS,
+        "endpoint.optimization", "resources.gpusPerNode", of=_BACKENDS,
         why=" in this version", way="set spec.resources.gpusPerNode to 0",
         unless="type(self.resources.gpusPerNode) != int",
     ),

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, StringConstraints
 
-from finetune_contract.choices import ADAPTER_NAME_PATTERN, EndpointRung, PredictRung
+from finetune_contract.choices import ADAPTER_NAME_PATTERN, EndpointBackend, PredictBackend
 from finetune_operator.spec.types.field_types import (
     ENDPOINT_NAME_PATTERN,
     GATEWAY_PATTERN,
@@ -113,7 +113,7 @@ class PredictSpec(SpecModel):
         description="Engine that runs the workers; both give the same result. job: a Kubernetes Job; spark: Spark, "
         "with one worker as the driver and the others as executors. Defaults to job.",
     )
-    optimization: Auto | PredictRung = Field(
+    optimization: Auto | PredictBackend = Field(
         default="auto",
         description="Optimization of inference. none: the model as it is; int8: the faster of onnx-int8 and openvino-"
         "int8; bf16, compile, bnb-int8, bnb-nf4 and fp8 also work on one GPU; continuous-batching: "
@@ -263,7 +263,7 @@ class EndpointSpec(SpecModel):
         default=256,
         description="Maximum number of queued rows; further requests are answered with 429. Defaults to 256.",
     )
-    optimization: Auto | EndpointRung = Field(
+    optimization: Auto | EndpointBackend = Field(
         default="none",
         description="Optimization of inference, as in predict. auto: the fastest; vllm: vLLM's own server on GPUs, for "
         "text-generation and preference-tuning. Defaults to none: the model as it is, with the labels that were "

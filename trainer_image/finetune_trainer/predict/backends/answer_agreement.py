@@ -1,4 +1,4 @@
-"""Comparison of a rung's answers and metrics with those of the plain model."""
+"""Comparison of a backend's answers and metrics with those of the plain model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rung of a predict stage: chosen once for all workers and attempts, and remembered.
+"""Backend of a predict stage: chosen once for all workers and attempts, and remembered.
 
 Converted models and measurements are in `optimized/` in the job's folder, by a digest of the weights: a later stage
 with the same weights on the same kind of machine, with the same GPU if it computes on one, does not measure again.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from finetune_contract.choices import GPU_RUNGS, RUNG_TASKS, TEXT_RUNGS, VLLM_TASKS, Stage
+from finetune_contract.choices import BACKEND_TASKS, GPU_BACKENDS, TEXT_BACKENDS, VLLM_TASKS, Stage
 from finetune_contract.contract_models import Message
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.metrics import LOSS
@@ -29,15 +29,15 @@ from finetune_trainer.data.row_shards import RowShard
 from finetune_trainer.predict.answering import Answerer
 from finetune_trainer.predict.backends.answer_agreement import agreement
 from finetune_trainer.predict.backends.backend_protocol import Machine, Substitute, TextSettings
-from finetune_trainer.predict.backends.backend_table import RungRow, RungTable
-from finetune_trainer.predict.backends.backends import rung_by_name
+from finetune_trainer.predict.backends.backend_table import BackendRow, BackendTable
+from finetune_trainer.predict.backends.backends import backend_by_name
 from finetune_trainer.predict.backends.choosing import (
     SAMPLE_ROWS,
     TEXT_SAMPLE_BATCHES,
     TEXT_SAMPLE_ROWS,
     TEXT_SAMPLE_SHARE,
+    BackendRequest,
     Chosen,
-    RungRequest,
     Sample,
     by_name,
     choose,
@@ -69,12 +69,12 @@ class _StoredChoice(Message):
     """A choice, and the conditions that it depends on."""
 
     basis: str
-    table: RungTable
+    table: BackendTable
 
 
 @dataclass
-class RungInUse:
-    """Chooses a rung for an answerer, and builds a chosen one."""
+class BackendInUse:
+    """Chooses a backend for an answerer, and builds a chosen one."""
 
     answerer: Answerer
     shards: Callable[[], Iterable[RowShard]]
@@ -90,12 +90,12 @@ class RungInUse:
     _samples: dict[int, tuple[Sample, int]] = field(default_factory=dict)
 
     @property
-    def request(self) -> RungRequest:
+    def request(self) -> BackendRequest:
         """Optimization and tolerances that the job requests."""
         predict = self.answerer.job.predict
         if predict is None:
-            return RungRequest("none", None)
-        return RungRequest(predict.optimization, predict.tolerance, predict.metric_tolerance, self._texts)
+            return BackendRequest("none", None)
+        return BackendRequest(predict.optimization, predict.tolerance, predict.metric_tolerance, self._texts)
 
     @property
     def _texts(self) -> TextSettings | None:
@@ -120,16 +120,16 @@ class RungInUse:
         return min(SAMPLE_ROWS, most, max(TEXT_SAMPLE_ROWS, TEXT_SAMPLE_BATCHES * batch))
 
     def choose(self) -> str:
-        """Return the name of the rung, measured unless known. StageErrors of `choosing.choose`."""
+        """Return the name of the backend, measured unless known. StageErrors of `choosing.choose`."""
         found = self._without_measuring() or self._small() or self._remembered() or self._measured()
-        if not any(row.chosen and row.agreement is not None for row in found.table.rungs):
+        if not any(row.chosen and row.agreement is not None for row in found.table.backends):
             self._refuse_wrong(found.name, found.forward)
         self._chosen = found
         return found.name
 
     def forward(self, name: str) -> Substitute | None:
-        """Return the forward pass that replaces the model's; None for the model itself. StageError `RungNotAvailable`
-        if this machine cannot compute as the others do.
+        """Return the forward pass that replaces the model's; None for the model itself. StageError
+        `BackendNotAvailable` if this machine cannot compute as the others do.
         """
         if self._chosen is None or self._chosen.name != name:
             self._chosen = None
@@ -152,16 +152,16 @@ class RungInUse:
         if requested == "none":
             return _plain("asked for")
         why, task = None, self.answerer.job.task
-        suitable = VLLM_TASKS if requested in TEXT_RUNGS or task in VLLM_TASKS else RUNG_TASKS
-        if task not in suitable or (requested not in (*TEXT_RUNGS, "measured") and task in VLLM_TASKS):
-            what = requested if requested in TEXT_RUNGS else "rungs of one forward pass"
-            why = f"{what} can compute {', '.join(VLLM_TASKS if requested in TEXT_RUNGS else RUNG_TASKS)}"
+        suitable = VLLM_TASKS if requested in TEXT_BACKENDS or task in VLLM_TASKS else BACKEND_TASKS
+        if task not in suitable or (requested not in (*TEXT_BACKENDS, "measured") and task in VLLM_TASKS):
+            what = requested if requested in TEXT_BACKENDS else "backends of one forward pass"
+            why = f"{what} can compute {', '.join(VLLM_TASKS if requested in TEXT_BACKENDS else BACKEND_TASKS)}"
         elif self.request.texts is not None:
             why = None  # on any device
-        elif self.answerer.means.device != "cpu" and requested not in (*GPU_RUNGS, "measured"):
+        elif self.answerer.means.device != "cpu" and requested not in (*GPU_BACKENDS, "measured"):
             why = "it computes on CPUs only"
         elif self.answerer.means.devices > 1:
-            why = f"the model's layers are on {self.answerer.means.devices} GPUs, and rungs are for a model on one"
+            why = f"the model's layers are on {self.answerer.means.devices} GPUs, and backends are for a model on one"
         if why is None:
             return None
         if requested != "measured":
@@ -188,7 +188,7 @@ class RungInUse:
             return None
         if found.basis != self._basis():
             return None
-        log.info("Using earlier measurements of the rungs on this type of machine.")
+        log.info("Using earlier measurements of the backends on this type of machine.")
         made = None if found.table.chosen == "none" else self._made(found.table.chosen)
         return Chosen(found.table.chosen, made, found.table)
 
@@ -198,10 +198,10 @@ class RungInUse:
             sample = replace(sample, metrics=self._judge())
         model, meter = self.answerer.model, self._meter
         chosen = choose(self.request, model, sample, remaining, self._folder, self._machine, self.workers, meter)
-        meter.release()  # the memory of the other rungs
-        for row in chosen.table.rungs:
+        meter.release()  # the memory of the other backends
+        for row in chosen.table.backends:
             log.info("%s", _result_line(row))
-        if any(row.name != "none" and row.rows_per_second for row in chosen.table.rungs):
+        if any(row.name != "none" and row.rows_per_second for row in chosen.table.backends):
             self._folder.mkdir(parents=True, exist_ok=True)
             with suppress(OSError):
                 write_atomically(self._place, _StoredChoice(basis=self._basis(), table=chosen.table).to_json())
@@ -238,10 +238,10 @@ class RungInUse:
         return metrics
 
     def _refuse_wrong(self, name: str, forward: Substitute | None) -> None:
-        """Raise StageError STRATEGY_NOT_IN_EFFECT `RungNotRightEnough` for a way that should compute the same as the
+        """Raise StageError STRATEGY_NOT_IN_EFFECT `BackendNotRightEnough` for a way that should compute the same as the
         model, and does not: a compiler may build wrong kernels for a machine.
         """
-        if forward is None or self.request.texts is not None or rung_by_name(name).lossy:
+        if forward is None or self.request.texts is not None or backend_by_name(name).lossy:
             return
         sample, _ = self._sampled(_FEW_ROWS)
         share = agreement(sample.answers(None), sample.answers(forward))
@@ -249,7 +249,7 @@ class RungInUse:
         if share < (_LEAST_EQUAL_16_BITS if narrow else _LEAST_EQUAL):
             raise StageError(
                 FailureClass.STRATEGY_NOT_IN_EFFECT,
-                "RungNotRightEnough",
+                "BackendNotRightEnough",
                 f"predict.optimization is {name}, which computes wrongly on this machine ({self._machine.cpu}): "
                 f"{share:.0%} of the labels of {sample.rows} rows are those of the model as it is.",
                 "Leave predict.optimization at auto, which compares labels, or set it to none.",
@@ -312,10 +312,10 @@ class RungInUse:
 
 
 def _plain(reason: str) -> Chosen:
-    return Chosen("none", None, RungTable(chosen="none", rows=0, reason=reason))
+    return Chosen("none", None, BackendTable(chosen="none", rows=0, reason=reason))
 
 
-def _result_line(row: RungRow) -> str:
+def _result_line(row: BackendRow) -> str:
     tokens = "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f} tokens/s, "
     measured = row.rows_per_second is not None and row.agreement is not None
     figures = f"{row.rows_per_second:,.0f} rows/s, {tokens}{row.agreement:.2%} of labels equal: " if measured else ""

@@ -1,4 +1,4 @@
-"""The interface of a rung: one way to compute a model's forward pass."""
+"""The interface of a backend: one way to compute a model's forward pass."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class TextSettings:
     batch_tokens: int
     """Most tokens of a batch."""
     server: str | None = None
-    """URL of the server for rung `vllm`."""
+    """URL of the server for backend `vllm`."""
 
 
 class NotAvailable(Exception):  # noqa: N818  # a result that is reported, not a fault
-    """A rung cannot be built from this model on this machine; the text is the reason in one line, for people."""
+    """A backend cannot be built from this model on this machine; the text is the reason in one line, for people."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Properties that decide which rungs a machine has."""
+    """Properties that decide which backends a machine has."""
 
     cpu: str = ""
     """Model of the processor."""
@@ -130,7 +130,7 @@ Substitute: TypeAlias = "ForwardPass | TextGenerator"
 """Computes in place of the model."""
 
 
-class Rung(Protocol):
+class Backend(Protocol):
     """One way to compute the forward pass."""
 
     @property

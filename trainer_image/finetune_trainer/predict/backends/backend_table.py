@@ -1,12 +1,14 @@
-"""Table of the measured rungs."""
+"""Table of the measured backends."""
 
 from __future__ import annotations
+
+from pydantic import AliasChoices, Field
 
 from finetune_contract.contract_models import Message
 
 
-class RungRow(Message):
-    """Figures of one rung."""
+class BackendRow(Message):
+    """Figures of one backend."""
 
     name: str
     rows_per_second: float | None = None
@@ -25,10 +27,11 @@ class RungRow(Message):
     why: str
 
 
-class RungTable(Message):
-    """Figures of all rungs."""
+class BackendTable(Message):
+    """Figures of all backends."""
 
     chosen: str
     rows: int
     reason: str
-    rungs: tuple[RungRow, ...] = ()
+    backends: tuple[BackendRow, ...] = Field(default=(), validation_alias=AliasChoices("backends", "rungs"))
+    """Also under the name of a choice that an earlier version has stored."""

@@ -1,4 +1,4 @@
-"""Rung of continuous batching: each text is generated in a slot of the batch, which another row takes when it ends.
+"""Backend of continuous batching: each text is generated in a slot of the batch, which another row takes when it ends.
 
 A batch of `generate` runs until its longest text ends, and computes the rows that ended before as well. With slots, the
 number of passes is about that of the tokens, divided by the slots. Each token is the likeliest one, as in `generate`
@@ -252,7 +252,7 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class ContinuousBatchingRung:
+class ContinuousBatchingBackend:
     """Likeliest texts by the job's own model, in slots."""
 
     settings: TextSettings | None = None
@@ -276,7 +276,7 @@ class ContinuousBatchingRung:
         return SlotGenerator(model, self.settings.batch_tokens)
 
 
-CONTINUOUS_BATCHING = ContinuousBatchingRung()
+CONTINUOUS_BATCHING = ContinuousBatchingBackend()
 
 
 def _unsuitable_model(model: PreTrainedModel) -> str | None:

@@ -1,4 +1,4 @@
-"""Rungs that quantize the linear layers of the model's blocks, on CPUs and GPUs: weights in 8 or 4 bits by
+"""Backends that quantize the linear layers of the model's blocks, on CPUs and GPUs: weights in 8 or 4 bits by
 bitsandbytes, products in fp8 by torchao.
 
 Embeddings and heads stay as they are, as in training. The other tensors of the copy are the model's own.
@@ -33,7 +33,7 @@ OUTLIERS_FROM = 6.0
 
 
 @dataclass(frozen=True)
-class EightBitRung:
+class EightBitBackend:
     """Weights and inputs in 8 bits, as in LLM.int8(); columns of inputs with outliers are not rounded."""
 
     name: str = "bnb-int8"
@@ -51,7 +51,7 @@ class EightBitRung:
 
 
 @dataclass(frozen=True)
-class FourBitRung:
+class FourBitBackend:
     """Weights in NF4, as in QLoRA; products in the model's precision, on a GPU with units for it in bf16."""
 
     name: str = "bnb-nf4"
@@ -74,7 +74,7 @@ class FourBitRung:
 
 
 @dataclass(frozen=True)
-class EightBitFloatRung:
+class EightBitFloatBackend:
     """Products in fp8, the rest in bf16, as in training with fp8."""
 
     name: str = "fp8"
@@ -165,4 +165,4 @@ def _four_bit_precision(model: PreTrainedModel) -> Precision:
     return "bf16" if on_gpu and has_bf16(torch.cuda.get_device_properties(model.device)) else "fp32"
 
 
-EIGHT_BIT, FOUR_BIT, FP8 = EightBitRung(), FourBitRung(), EightBitFloatRung()
+EIGHT_BIT, FOUR_BIT, FP8 = EightBitBackend(), FourBitBackend(), EightBitFloatBackend()

@@ -1,6 +1,6 @@
-"""Rung of a server, and of the evaluation whose gate decides whether the model is served: both convert alike.
+"""Backend of a server, and of the evaluation whose gate decides whether the model is served: both convert alike.
 
-Rungs are measured and calibrated on the same rows of several lengths, as a server has no data of its own.
+Backends are measured and calibrated on the same rows of several lengths, as a server has no data of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.row_shards import RowShard, ShardKey, ShardRows
 from finetune_trainer.predict.answering import Answerer, RequestedColumns, coding_of
-from finetune_trainer.predict.backends.backend_in_use import RungInUse
+from finetune_trainer.predict.backends.backend_in_use import BackendInUse
 from finetune_trainer.predict.backends.backend_protocol import ForwardPass
 from finetune_trainer.predict.backends.backends import FAMILIES
 from finetune_trainer.predict.runner import Means, weights_version
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 JUDGED_IN = "optimization"
-"""Key in the section `evaluate` of metrics.json: rung that the metrics and the gate were computed with."""
+"""Key in the section `evaluate` of metrics.json: backend that the metrics and the gate were computed with."""
 _ROWS_TO_COME = 1_000_000
 """Number of rows that measuring and converting are weighed against: a server answers many."""
 
@@ -49,10 +49,10 @@ def plain_answerer(job: TrainerJob, model: PreTrainedModel, labels: Labels, enco
     return Answerer(job, encoder, model, labels, Means.of(job.predict), roles)
 
 
-def served_rung(
+def served_backend(
     answerer: Answerer, paths: JobPaths, version: object, judged: str | None = None
 ) -> tuple[str, ForwardPass | None]:
-    """Return the rung of a server, and its forward pass; None: the model's own. `judged`: rung to build in
+    """Return the backend of a server, and its forward pass; None: the model's own. `judged`: backend to build in
     place of the requested `measured`. StageErrors of `choosing.choose`, with the endpoint's fields.
     """
     predict = answerer.job.predict
@@ -60,10 +60,10 @@ def served_rung(
         return "none", None
     encoder = answerer.encoder
     shard = _sample_shard(encoder.task.description.warm_row(encoder.coding.tokenizer))
-    rungs = RungInUse(answerer, lambda: iter([shard]), _ROWS_TO_COME, paths, version)
+    backends = BackendInUse(answerer, lambda: iter([shard]), _ROWS_TO_COME, paths, version)
     try:
-        name = rungs.choose() if judged is None else judged
-        forward = rungs.forward(name)
+        name = backends.choose() if judged is None else judged
+        forward = backends.forward(name)
     except StageError as error:
         texts = (text.replace("predict.", "endpoint.") for text in (error.message, error.hint))
         raise StageError(error.failure_class, error.reason, *texts) from error
@@ -72,10 +72,11 @@ def served_rung(
 
 
 @contextmanager
-def judged_rung(
+def judged_backend(
     job: TrainerJob, paths: JobPaths, model: PreTrainedModel, labels: Labels
 ) -> Iterator[tuple[str | None, ForwardPass | None]]:
-    """Yield the rung that the evaluation computes with, and its forward pass; (None, None) if it does not request one.
+    """Yield the backend that the evaluation computes with, and its forward pass; (None, None) if it does not request
+    one.
 
     Converted models are temporary: a server on another machine converts again.
     """
@@ -93,13 +94,13 @@ def judged_rung(
     served = job.model_copy(update={"predict": predict})
     answerer = plain_answerer(served, model, labels, Encoder(task_of(served), coding_of(served), packing=False))
     with tempfile.TemporaryDirectory(prefix="finetune-evaluate-") as folder:
-        name, forward = served_rung(answerer, JobPaths(Path(folder)), weights_version(job, paths))
+        name, forward = served_backend(answerer, JobPaths(Path(folder)), weights_version(job, paths))
         log.info("The gate is judged with the optimization %s, with which the model is served.", name)
         yield name, forward
 
 
-def rung_to_serve(job: TrainerJob, paths: JobPaths, requested: str) -> str | None:
-    """Return the rung that the gate was judged with, which a server must use; None if the job has no gate.
+def backend_to_serve(job: TrainerJob, paths: JobPaths, requested: str) -> str | None:
+    """Return the backend that the gate was judged with, which a server must use; None if the job has no gate.
 
     StageError CONFIG `GateJudgedOtherwise` if another one is requested, MODEL `GateNotJudged` without a judgement.
     """
@@ -125,7 +126,7 @@ def rung_to_serve(job: TrainerJob, paths: JobPaths, requested: str) -> str | Non
 
 
 def _sample_shard(row: Mapping[str, Any]) -> RowShard:
-    """Return rows of several lengths, to measure rungs on."""
+    """Return rows of several lengths, to measure backends on."""
     longest = max(row, key=lambda role: len(row[role]))
     rows = []
     for times in (1, 2, 4, 8) * 64:

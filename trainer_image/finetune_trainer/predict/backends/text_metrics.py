@@ -1,4 +1,4 @@
-"""Metrics of generated texts, by which a rung is compared with the plain model.
+"""Metrics of generated texts, by which a backend is compared with the plain model.
 
 The reference of a prompt is the text that follows it in a labelled row: the target, the last reply of a conversation,
 or the chosen answer of a pair. A text without a prompt has none.

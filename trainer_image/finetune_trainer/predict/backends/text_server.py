@@ -1,5 +1,5 @@
-"""The rung `vllm`: an OpenAI-compatible server that has the model generates the texts. This process reads, tokenises,
-decodes and writes as with its own model, so that only the generation differs.
+"""The backend `vllm`: an OpenAI-compatible server that has the model generates the texts. This process reads,
+tokenises, decodes and writes as with its own model, so that only the generation differs.
 
 vLLM is not part of the image, because it pins other versions of torch and transformers; the job names a server. Prompts
 and answers are token ids: a server that tokenises by itself could add or drop special tokens. Before the first row the
@@ -281,7 +281,7 @@ class TextServer:
 
 
 @dataclass(frozen=True)
-class TextServerRung:
+class TextServerBackend:
     """Texts of an OpenAI-compatible server that has the model."""
 
     url: str | None = None
@@ -303,7 +303,7 @@ class TextServerRung:
         return server
 
 
-VLLM = TextServerRung()
+VLLM = TextServerBackend()
 
 
 def _shortest_rows(sample: Sequence[Batch]) -> list[torch.Tensor]:

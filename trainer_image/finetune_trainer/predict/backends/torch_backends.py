@@ -1,4 +1,4 @@
-"""Rungs of torch itself: the plain model, 16-bit products, and compiled kernels."""
+"""Backends of torch itself: the plain model, 16-bit products, and compiled kernels."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def copied_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class PlainRung:
-    """Model as loaded: SDPA, in the planned precision. The other rungs are compared with it."""
+class PlainBackend:
+    """Model as loaded: SDPA, in the planned precision. The other backends are compared with it."""
 
     name: str = "none"
     lossy: bool = False
@@ -63,7 +63,7 @@ class PlainRung:
 
 
 @dataclass(frozen=True)
-class HalfRung:
+class HalfBackend:
     """Weights and products in bfloat16."""
 
     name: str = "bf16"
@@ -93,7 +93,7 @@ class HalfRung:
 
 
 @dataclass(frozen=True)
-class CompiledRung:
+class CompiledBackend:
     """Kernels that torch.compile builds for this model, for any batch size. On a GPU Triton builds them, which compiles
     their launchers in C.
     """
@@ -126,4 +126,4 @@ class CompiledRung:
         return cast(ForwardPass, compiled)
 
 
-PLAIN, BF16, COMPILE = PlainRung(), HalfRung(), CompiledRung()
+PLAIN, BF16, COMPILE = PlainBackend(), HalfBackend(), CompiledBackend()

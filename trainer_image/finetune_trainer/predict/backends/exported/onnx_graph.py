@@ -1,4 +1,4 @@
-"""Export of the model as an ONNX graph, on which all rungs of this package build."""
+"""Export of the model as an ONNX graph, on which all backends of this package build."""
 
 from __future__ import annotations
 

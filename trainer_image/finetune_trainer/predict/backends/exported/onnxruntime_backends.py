@@ -31,7 +31,7 @@ _CONSTANT_WEIGHTS = {"MatMulConstBOnly": True}
 
 
 @dataclass(frozen=True)
-class OnnxRuntimeRung:
+class OnnxRuntimeBackend:
     """One form of the graph under ONNX Runtime."""
 
     name: str
@@ -132,6 +132,8 @@ def _saturates() -> bool:
     return not Machine.here().vnni
 
 
-ONNX = OnnxRuntimeRung("onnx", lossy=False)
-ONNX_INT8 = OnnxRuntimeRung("onnx-int8", lossy=True, convert=_to_dynamic_int8, folder="model-int8")
-ONNX_INT8_STATIC = OnnxRuntimeRung("onnx-int8-static", lossy=True, convert=_to_static_int8, folder="model-int8-static")
+ONNX = OnnxRuntimeBackend("onnx", lossy=False)
+ONNX_INT8 = OnnxRuntimeBackend("onnx-int8", lossy=True, convert=_to_dynamic_int8, folder="model-int8")
+ONNX_INT8_STATIC = OnnxRuntimeBackend(
+    "onnx-int8-static", lossy=True, convert=_to_static_int8, folder="model-int8-static"
+)

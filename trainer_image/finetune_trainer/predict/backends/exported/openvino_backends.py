@@ -33,7 +33,7 @@ _GRAPH = "model.xml"
 
 
 @dataclass(frozen=True)
-class OpenVinoRung:
+class OpenVinoBackend:
     """One form of the graph under OpenVINO."""
 
     name: str
@@ -117,6 +117,6 @@ def _int8(whole: Any, sample: Sequence[Batch]) -> Any:
         )
 
 
-OPENVINO = OpenVinoRung("openvino", lossy=False, precision="f32")
-OPENVINO_BF16 = OpenVinoRung("openvino-bf16", lossy=True, precision="bf16")
-OPENVINO_INT8 = OpenVinoRung("openvino-int8", lossy=True, precision="f32", int8=True)
+OPENVINO = OpenVinoBackend("openvino", lossy=False, precision="f32")
+OPENVINO_BF16 = OpenVinoBackend("openvino-bf16", lossy=True, precision="bf16")
+OPENVINO_INT8 = OpenVinoBackend("openvino-int8", lossy=True, precision="f32", int8=True)

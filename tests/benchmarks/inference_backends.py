@@ -1,23 +1,23 @@
-"""Batch inference by every rung of `predict.optimization`, against the published form.
+"""Batch inference by every backend of `predict.optimization`, against the published form.
 
 Arms, one change each, from raw text to written rows:
 
     published           rows padded to 128 tokens, batches of 32 in the order of the rows, autograd on (the baseline)
     dynamic padding     padded to the longest row of the batch, in inference mode
     none                the trainer's own batches: sorted by length, a budget of tokens
-    compile, onnx, ...  the same rows and batches, computed by that rung
+    compile, onnx, ...  the same rows and batches, computed by that backend
 
 The first two are loops of a few lines that tokenise, compute and write as the published notebooks do; all others are
 the trainer's code, which also checks rows and writes parts. Model, rows, threads are the same; the arms are interleaved
 and repeated, and the machine's best product of two matrices is measured in each round. Set-up (export, conversion,
 calibration, compilation) is timed apart, and `pays from` is the number of rows from which it is won back over `none`;
-the export is counted with the first rung that needs it. Agreement: share of rows with the label (for questions the
+the export is counted with the first backend that needs it. Agreement: share of rows with the label (for questions the
 span) of `none`; difference: the largest of a probability. Memory: what set-up has added to the process.
 
 MiniLM is fine-tuned on the rows first (`finetune run`), and kept for the next time in --workspace.
 
-    python tests/benchmarks/inference_rungs.py                      about 8 minutes on 2 cores, 3 of them training
-    python tests/benchmarks/inference_rungs.py --rows 256 --repeats 1 --tasks text-classification
+    python tests/benchmarks/inference_backends.py                      about 8 minutes on 2 cores, 3 of them training
+    python tests/benchmarks/inference_backends.py --rows 256 --repeats 1 --tasks text-classification
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from finetune_trainer.models.loading import load_config, load_tokenizer, truncat
 from finetune_trainer.predict.answering import Answerer, RequestedColumns
 from finetune_trainer.predict.backends.answer_agreement import agreement, largest_difference
 from finetune_trainer.predict.backends.backend_protocol import Batch, ForwardPass, Machine, NotAvailable
-from finetune_trainer.predict.backends.backends import rung_by_name, rungs_of
+from finetune_trainer.predict.backends.backends import backend_by_name, backends_of
 from finetune_trainer.predict.prediction_parts import Parts
 from finetune_trainer.predict.runner import Means
 from finetune_trainer.prepare.prepare import labels_of_model, predict_part
@@ -262,21 +262,21 @@ def arms_of(bench: Bench, batches: Sequence[Batch], wanted: Sequence[str]) -> li
         arms = [Arm(name, bench.notebooks(name)) for name in BASELINES]
     arms.append(Arm("none", bench.trainers("none", None)))
     process = psutil.Process()
-    for rung in rungs_of("measured"):
-        if wanted and rung.name not in wanted:
+    for backend in backends_of("measured"):
+        if wanted and backend.name not in wanted:
             continue
-        why = rung.unavailable(bench.model, machine)
+        why = backend.unavailable(bench.model, machine)
         before, began = process.memory_info().rss, time.perf_counter()
         if why is None:
             try:
-                forward = rung_by_name(rung.name).prepare(bench.model, batches, bench.scratch / "artefacts")
+                forward = backend_by_name(backend.name).prepare(bench.model, batches, bench.scratch / "artefacts")
             except NotAvailable as error:
                 why = str(error)
         if why is not None:
-            print(f"  {rung.name}: not available: {why}")
+            print(f"  {backend.name}: not available: {why}")
             continue
-        run = bench.trainers(rung.name, forward)
-        arms.append(Arm(rung.name, run, time.perf_counter() - began, process.memory_info().rss - before))
+        run = bench.trainers(backend.name, forward)
+        arms.append(Arm(backend.name, run, time.perf_counter() - began, process.memory_info().rss - before))
     return arms
 
 
@@ -352,8 +352,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--tasks", nargs="+", default=[case.task for case in CASES])
-    parser.add_argument("--rungs", nargs="+", default=[], help="only these")
-    parser.add_argument("--workspace", type=Path, default=Path(tempfile.gettempdir()) / "finetune-inference-rungs")
+    parser.add_argument("--backends", nargs="+", default=[], help="only these")
+    parser.add_argument("--workspace", type=Path, default=Path(tempfile.gettempdir()) / "finetune-inference-backends")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     transformers_logging.set_verbosity_error()
@@ -374,7 +374,7 @@ def main() -> None:
             source = Path(scratch) / "rows.jsonl"
             source.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             bench = Bench(case, model, source, len(lines), Path(scratch))
-            measure(bench, options.repeats, options.rungs)
+            measure(bench, options.repeats, options.backends)
     print(f"load at the end {os.getloadavg()[0]:.1f}")
 
 

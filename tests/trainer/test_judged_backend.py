@@ -13,14 +13,14 @@ from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.progress import NoProgress
-from finetune_trainer.predict.backends.served_backend import rung_to_serve
+from finetune_trainer.predict.backends.served_backend import backend_to_serve
 from finetune_trainer.predict.evaluate import evaluate
 from finetune_trainer.prepare.prepare import prepare
 from finetune_trainer.serving.request_rows import Form
 from finetune_trainer.serving.serving_engine import ServingEngine
 from trainer_support.tasks import write_lines
 
-RUNG = "bf16"
+BACKEND = "bf16"
 LABELS = ("bad", "so-so", "good")
 ROWS = [{"text": " ".join(["word"] * (1 + 7 * at % 23)) + f" {at}", "label": LABELS[at % 3]} for at in range(41)]
 
@@ -49,7 +49,7 @@ def job_of(model: Path, data: Path, *, judged: str = "none", served: str | None 
 
 
 class Judged:
-    """A job whose gate was judged with `RUNG`."""
+    """A job whose gate was judged with `BACKEND`."""
 
     def __init__(
         self, model: Path, data: Path, paths: JobPaths, sections: dict[str, Any], plain: dict[str, Any]
@@ -64,13 +64,13 @@ class Judged:
 def judged(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Judged:
     folder = tmp_path_factory.mktemp("judged")
     data, paths = write_lines(folder / "data" / "test.jsonl", ROWS), JobPaths(folder / "job")
-    job = job_of(model, data, judged=RUNG, metric="loss", maximum=1e6)
+    job = job_of(model, data, judged=BACKEND, metric="loss", maximum=1e6)
     prepare(job, paths, NoProgress())
     plain = evaluate(job_of(model, data, metric="loss", maximum=1e6), paths, NoProgress())
     try:
         sections = evaluate(job, paths, NoProgress())
     except StageError as error:
-        if error.reason != "RungNotAvailable":
+        if error.reason != "BackendNotAvailable":
             raise
         pytest.skip(error.message)
     return Judged(model, data, paths, sections, plain)
@@ -79,7 +79,7 @@ def judged(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Judged:
 def test_evaluation_computes_with_the_served_optimization(judged: Judged) -> None:
     found = json.loads(judged.paths.metrics.read_text())["evaluate"]
 
-    assert found["optimization"] == RUNG
+    assert found["optimization"] == BACKEND
     assert found == judged.sections["evaluate"]
     assert "optimization" not in judged.plain["evaluate"]
     assert found["loss"] != judged.plain["evaluate"]["loss"]
@@ -90,7 +90,7 @@ def test_evaluation_computes_with_the_served_optimization(judged: Judged) -> Non
 def test_gate_fails_by_the_metric_of_the_served_optimization(judged: Judged) -> None:
     losses = [each["evaluate"]["loss"] for each in (judged.plain, judged.sections)]
     between = sum(losses) / 2
-    job = job_of(judged.model, judged.data, judged=RUNG, metric="loss", maximum=between)
+    job = job_of(judged.model, judged.data, judged=BACKEND, metric="loss", maximum=between)
     if losses[1] > losses[0]:
         with pytest.raises(StageError, match="loss is"):
             evaluate(job, judged.paths, NoProgress())
@@ -98,7 +98,7 @@ def test_gate_fails_by_the_metric_of_the_served_optimization(judged: Judged) -> 
         evaluate(job, judged.paths, NoProgress())
 
 
-@pytest.mark.parametrize("served", [RUNG, "measured"])
+@pytest.mark.parametrize("served", [BACKEND, "measured"])
 def test_server_computes_with_the_judged_optimization(judged: Judged, served: str) -> None:
     engine = judged.server(served)
     form, rows = Form(("text",), engine.generation), [{"text": row["text"]} for row in ROWS[:8]]
@@ -132,7 +132,7 @@ def test_plain_gate_allows_a_plain_server_only(model: Path, tmp_path: Path) -> N
         engine = ServingEngine.load(job_of(model, data, served=served, **gate), paths)
         assert engine.answerer.forward is None
     with pytest.raises(StageError, match="was judged with none"):
-        ServingEngine.load(job_of(model, data, served=RUNG, **gate), paths)
+        ServingEngine.load(job_of(model, data, served=BACKEND, **gate), paths)
     assert ServingEngine.load(job_of(model, data, served="none"), JobPaths(tmp_path / "ungated")).models
 
 
@@ -152,6 +152,6 @@ def test_server_of_a_family_computes_with_the_judged_member(model: Path, tmp_pat
     paths.metrics.write_text(json.dumps({"evaluate": {"loss": 0.5, "optimization": "onnx-int8"}}))
     job = job_of(model, tmp_path, metric="loss", maximum=1.0)
 
-    assert [rung_to_serve(job, paths, name) for name in ("int8", "onnx-int8", "measured")] == ["onnx-int8"] * 3
+    assert [backend_to_serve(job, paths, name) for name in ("int8", "onnx-int8", "measured")] == ["onnx-int8"] * 3
     with pytest.raises(StageError, match="was judged with onnx-int8"):
-        rung_to_serve(job, paths, "openvino-int8")
+        backend_to_serve(job, paths, "openvino-int8")

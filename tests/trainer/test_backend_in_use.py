@@ -1,4 +1,4 @@
-"""The stage predict with a rung: the requested rung computes, once chosen for all, and the result names it."""
+"""The stage predict with a backend: the requested backend computes, once chosen for all, and the result names it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from finetune_trainer.data import row_shards
 from finetune_trainer.predict import predict as stage
 from finetune_trainer.predict import runner, shard_claims
 from finetune_trainer.predict.backends import backend_in_use, choosing
-from finetune_trainer.predict.backends.backend_in_use import FOLDER, RungInUse
+from finetune_trainer.predict.backends.backend_in_use import FOLDER, BackendInUse
 from finetune_trainer.predict.backends.backend_protocol import Machine
-from finetune_trainer.predict.backends.backend_table import RungTable
+from finetune_trainer.predict.backends.backend_table import BackendTable
 from finetune_trainer.predict.backends.device_meter import HostMeter
 from finetune_trainer.predict.backends.torch_backends import PLAIN
 from finetune_trainer.predict.predict import predict
@@ -62,8 +62,8 @@ def answers(paths: JobPaths) -> list[dict[str, Any]]:
     return [json.loads(line) for line in paths.predictions_jsonl.read_text(encoding="utf-8").splitlines()]
 
 
-def table(paths: JobPaths) -> RungTable:
-    return RungTable.model_validate_json(paths.optimization.read_bytes())
+def table(paths: JobPaths) -> BackendTable:
+    return BackendTable.model_validate_json(paths.optimization.read_bytes())
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "MEASURING_SHARE", 1e9)
 
 
-def test_a_rung_by_name_computes_and_the_result_names_it(model: Path, data: Path, paths: JobPaths) -> None:
+def test_a_backend_by_name_computes_and_the_result_names_it(model: Path, data: Path, paths: JobPaths) -> None:
     pytest.importorskip("onnxruntime")
     assert "optimization" not in predict(a_job(model, data), paths, NoProgress())
     plain = answers(paths)
@@ -104,7 +104,7 @@ def test_quantized_weights_by_name_answer_rows(model: Path, data: Path, paths: J
         ("onnx", "predict.optimization onnx is not available here: it computes on CPUs only"),
     ],
 )
-def test_rung_for_another_device_is_refused_by_name(
+def test_backend_for_another_device_is_refused_by_name(
     model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch, name: str, why: str
 ) -> None:
     if name == "onnx":
@@ -112,7 +112,7 @@ def test_rung_for_another_device_is_refused_by_name(
     job = a_job(model, data, optimization=name, device="cpu" if name == "fp8" else "cuda")
     with pytest.raises(StageError) as caught:
         predict(job, paths, NoProgress())
-    assert (caught.value.reason, caught.value.message.startswith(why)) == ("RungNotAvailable", True)
+    assert (caught.value.reason, caught.value.message.startswith(why)) == ("BackendNotAvailable", True)
 
 
 def test_small_job_uses_the_plain_model_and_gives_the_reason(
@@ -136,19 +136,19 @@ def test_later_prediction_by_the_plain_model_removes_the_earlier_table(
     assert "predict" not in json.loads(paths.metrics.read_bytes())
 
 
-def test_auto_measures_every_rung_and_remembers_the_choice(
+def test_auto_measures_every_backend_and_remembers_the_choice(
     measuring: None, model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")  # without a compiler
     job = a_job(model, data, optimization="measured")
     result = predict(job, paths, NoProgress())
-    rows = {row.name: row for row in table(paths).rungs}
+    rows = {row.name: row for row in table(paths).backends}
     assert rows[result["optimization"]].chosen
     assert rows["none"].agreement == 1
     assert "predict.tolerance is not set" in rows["bf16"].why or "units" in rows["bf16"].why
     assert "no C++ compiler" in rows["compile"].why
     assert all(row.why for row in rows.values())
-    assert json.loads(paths.metrics.read_bytes())["predict"]["rungs"][0]["name"] == "none"
+    assert json.loads(paths.metrics.read_bytes())["predict"]["backends"][0]["name"] == "none"
     write_report(job, None, paths)
     page = paths.report.read_text(encoding="utf-8")
     assert "Ways to compute predictions" in page
@@ -183,10 +183,10 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
 def test_auto_measures_on_a_gpu_and_remembers_the_choice_for_it(
     measuring: None, pretended: PretendedGpu, model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choosing, "rungs_of", lambda _name, **_: [Upside()])
+    monkeypatch.setattr(choosing, "backends_of", lambda _name, **_: [Upside()])
     job = a_job(model, data, optimization="measured", device="cuda", tolerance=0.9)
     assert predict(job, paths, NoProgress())["optimization"] == "none"
-    rows = {row.name: row for row in table(paths).rungs}
+    rows = {row.name: row for row in table(paths).backends}
     assert "of its labels are equal, less than 90.00%" in rows["bf16"].why
     assert rows["bf16"].rows_per_second is not None
     assert pretended.waits >= 6, "each time begins and ends with a wait"
@@ -213,15 +213,15 @@ def test_model_on_several_gpus_is_not_measured(
     monkeypatch.setattr(runner, "refuse_host_memory", lambda _model: None)
     job = a_job(model, data, optimization="measured", device="cuda", devices_per_process=2)
     assert predict(job, paths, NoProgress())["optimization"] == "none"
-    assert table(paths).reason == "the model's layers are on 2 GPUs, and rungs are for a model on one"
+    assert table(paths).reason == "the model's layers are on 2 GPUs, and backends are for a model on one"
     with pytest.raises(StageError, match="the model's layers are on 2 GPUs") as refused:
         predict(a_job(model, data, optimization="bf16", device="cuda", devices_per_process=2), paths, NoProgress())
-    assert refused.value.reason == "RungNotAvailable"
+    assert refused.value.reason == "BackendNotAvailable"
 
 
 @dataclass
 class Upside:
-    """A rung that answers the opposite."""
+    """A backend that answers the opposite."""
 
     name: str = "bf16"
     lossy: bool = True
@@ -233,12 +233,12 @@ class Upside:
         return lambda **inputs: SimpleNamespace(logits=-model(**inputs).logits)
 
 
-def test_metric_on_labelled_rows_judges_a_rung(
+def test_metric_on_labelled_rows_judges_a_backend(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The labels are the model's own answers."""
-    monkeypatch.setattr(choosing, "rungs_of", lambda _name, **_: [Upside()])
-    monkeypatch.setattr(choosing, "rung_by_name", lambda name, *_: PLAIN if name == "none" else Upside())
+    monkeypatch.setattr(choosing, "backends_of", lambda _name, **_: [Upside()])
+    monkeypatch.setattr(choosing, "backend_by_name", lambda name, *_: PLAIN if name == "none" else Upside())
     paths = JobPaths(tmp_path / "plain")
     predict(a_job(model, data), paths, NoProgress())
     labels = [row["label"] for row in answers(paths)]
@@ -258,9 +258,9 @@ def test_metric_on_labelled_rows_judges_a_rung(
         StageError, match=r"(accuracy|f1|precision|recall) is [01]\.[0-9]+ worse, more than 0\.0000"
     ) as no:
         predict(job_of(0.0, label="label"), paths, NoProgress())
-    assert no.value.reason == "RungNotRightEnough"
+    assert no.value.reason == "BackendNotRightEnough"
     assert predict(job_of(1.0, label="label"), paths, NoProgress())["optimization"] == "bf16"
-    rows = {row.name: row for row in table(paths).rungs}
+    rows = {row.name: row for row in table(paths).backends}
     assert (rows["none"].metric_worse_by, rows["bf16"].chosen) == (0.0, True)
     worse = rows["bf16"].metric_worse_by
     assert worse is not None
@@ -275,17 +275,17 @@ def test_metric_on_labelled_rows_judges_a_rung(
     assert missing.value.reason == "NoLabels"
 
 
-def test_rung_requested_by_name_is_never_replaced(
+def test_backend_requested_by_name_is_never_replaced(
     model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Machine, "here", lambda: Machine())
     with pytest.raises(StageError, match="no bfloat16 units") as refused:
         predict(a_job(model, data, optimization="bf16"), paths, NoProgress())
-    assert refused.value.reason == "RungNotAvailable"
+    assert refused.value.reason == "BackendNotAvailable"
     assert not paths.predictions_jsonl.exists()
 
 
-def test_an_attempt_on_a_machine_without_the_rung_of_the_parts_is_refused(
+def test_an_attempt_on_a_machine_without_the_backend_of_the_parts_is_refused(
     model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts of one output are computed in one way; the machine of the first attempt had units that this one lacks."""
@@ -319,7 +319,7 @@ def test_one_of_two_workers_measures_and_the_other_waits_for_its_choice(
 ) -> None:
     """The other takes over if the first is preempted meanwhile."""
     monkeypatch.setattr(shard_claims, "POLL_SECONDS", 0.02)
-    began: list[RungInUse] = []
+    began: list[BackendInUse] = []
     waits = threading.Event()
     first = shard_claims.ShardClaimer.first
 
@@ -329,8 +329,8 @@ def test_one_of_two_workers_measures_and_the_other_waits_for_its_choice(
             waits.set()
         return mine
 
-    def choose(rungs: RungInUse) -> str:
-        began.append(rungs)
+    def choose(backends: BackendInUse) -> str:
+        began.append(backends)
         if len(began) == 1:
             wait_until(lambda: waits.is_set() or len(began) > 1, "the other worker")
             if fails:
@@ -338,7 +338,7 @@ def test_one_of_two_workers_measures_and_the_other_waits_for_its_choice(
         return "none"
 
     monkeypatch.setattr(shard_claims.ShardClaimer, "first", seen)
-    monkeypatch.setattr(RungInUse, "choose", choose)
+    monkeypatch.setattr(BackendInUse, "choose", choose)
     monkeypatch.setattr(row_shards, "LEAST_BYTES", 200)
     job = a_job(model, data, optimization="measured", **shared)
 
@@ -356,18 +356,23 @@ def test_one_of_two_workers_measures_and_the_other_waits_for_its_choice(
     assert [row["row"] for row in answers(paths)] == list(range(len(TEXTS)))
 
 
-def test_exact_rung_with_wrong_answers_is_refused_by_name(
+def test_exact_backend_with_wrong_answers_is_refused_by_name(
     model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rung = Upside(name="compile", lossy=False)
-    monkeypatch.setattr(choosing, "rungs_of", lambda _name, **_: [rung])
+    backend = Upside(name="compile", lossy=False)
+    monkeypatch.setattr(choosing, "backends_of", lambda _name, **_: [backend])
     for module in (choosing, backend_in_use):
-        monkeypatch.setattr(module, "rung_by_name", lambda _name, *_: rung)
+        monkeypatch.setattr(module, "backend_by_name", lambda _name, *_: backend)
     with pytest.raises(StageError, match="computes wrongly on this machine") as caught:
         predict(a_job(model, data, optimization="compile"), paths, NoProgress())
-    assert caught.value.reason == "RungNotRightEnough"
+    assert caught.value.reason == "BackendNotRightEnough"
     assert not paths.predictions_jsonl.exists()
 
-    monkeypatch.setattr(backend_in_use.RungInUse, "choose", lambda _self: "compile")  # as another worker has chosen
+    monkeypatch.setattr(backend_in_use.BackendInUse, "choose", lambda _self: "compile")  # as another worker has chosen
     with pytest.raises(StageError, match="computes wrongly on this machine"):
         predict(a_job(model, data, optimization="compile"), paths, NoProgress())
+
+
+def test_a_choice_that_an_earlier_version_stored_is_read() -> None:
+    stored = '{"chosen": "bf16", "rows": 9, "reason": "fastest", "rungs": [{"name": "bf16", "why": "fastest"}]}'
+    assert [row.name for row in BackendTable.model_validate_json(stored).backends] == ["bf16"]

@@ -1,4 +1,4 @@
-"""Rungs that quantize layers, on a CPU: their answers beside the model's own, and the reasons why they are missing."""
+"""Backends that quantize layers, on a CPU: their answers beside the model's own, and why they are missing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from finetune_trainer.predict.backends import quantized_backends
-from finetune_trainer.predict.backends.backend_protocol import Machine, NotAvailable, Rung
+from finetune_trainer.predict.backends.backend_protocol import Backend, Machine, NotAvailable
 from finetune_trainer.predict.backends.quantized_backends import EIGHT_BIT, FOUR_BIT, FP8
 
 MACHINE = Machine()
@@ -35,22 +35,22 @@ def batch(rows: int, tokens: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def needs(rung: Rung) -> None:
-    package = "torchao" if rung is FP8 else "bitsandbytes"
+def needs(backend: Backend) -> None:
+    package = "torchao" if backend is FP8 else "bitsandbytes"
     pytest.importorskip(package, reason=f"{package} is not installed")
 
 
 @pytest.mark.parametrize("family", ["bert", "llama", "gpt2"])
 @pytest.mark.parametrize(
-    ("rung", "bound"), [(EIGHT_BIT, 0.05), (FOUR_BIT, 0.3), (FP8, 0.2)], ids=["int8", "nf4", "fp8"]
+    ("backend", "bound"), [(EIGHT_BIT, 0.05), (FOUR_BIT, 0.3), (FP8, 0.2)], ids=["int8", "nf4", "fp8"]
 )
-def test_quantized_copy_answers_like_the_model(rung: Rung, bound: float, family: str) -> None:
-    needs(rung)
-    if rung is FP8 and family == "gpt2":
+def test_quantized_copy_answers_like_the_model(backend: Backend, bound: float, family: str) -> None:
+    needs(backend)
+    if backend is FP8 and family == "gpt2":
         pytest.skip("torchao has no form for GPT-2's Conv1D")
     model = classifier(family)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    forward = rung.prepare(model, [], Path())
+    forward = backend.prepare(model, [], Path())
     for given in (batch(3, 7), batch(1, 16), batch(8, 1)):
         with torch.inference_mode():
             wanted, found = model(**given).logits, forward(**given).logits.float()
@@ -66,12 +66,12 @@ def test_layers_of_the_blocks_alone_are_quantized() -> None:
         "bnb-int8": lambda layer: layer.weight.dtype == torch.int8,
         "bnb-nf4": lambda layer: 8 * layer.weight.numel() == layer.in_features * layer.out_features,
     }
-    for rung in (EIGHT_BIT, FOUR_BIT):
-        made: Any = rung.prepare(model, [], Path())
+    for backend in (EIGHT_BIT, FOUR_BIT):
+        made: Any = backend.prepare(model, [], Path())
         quantized = {name for name, each in made.named_modules() if type(each) not in _kinds_of(model)}
         assert len(quantized) == 12
         assert all(".layer." in name for name in quantized)
-        assert all(kinds[rung.name](made.get_submodule(name)) for name in quantized)
+        assert all(kinds[backend.name](made.get_submodule(name)) for name in quantized)
 
 
 def _kinds_of(model: nn.Module) -> set[type]:

@@ -1,4 +1,4 @@
-"""Rungs of batch inference that export the model, compared with the model itself on batches of many shapes."""
+"""Backends of batch inference that export the model, compared with the model itself on batches of many shapes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ pytestmark = [
 ]
 
 VOCABULARY_SIZE = 64
-RUNGS = {rung.name: rung for rung in (ONNX, ONNX_INT8, ONNX_INT8_STATIC, OPENVINO, OPENVINO_BF16, OPENVINO_INT8)}
+BACKENDS = {
+    backend.name: backend for backend in (ONNX, ONNX_INT8, ONNX_INT8_STATIC, OPENVINO, OPENVINO_BF16, OPENVINO_INT8)
+}
 TASKS = {
     "text-classification": (BertForSequenceClassification, ("logits",)),
     "token-classification": (BertForTokenClassification, ("logits",)),
@@ -106,17 +108,17 @@ def difference(
 def test_exported_model_answers_as_torch_for_any_shape(task: str, tmp_path: Path) -> None:
     kind, outputs = TASKS[task]
     model = bert(kind)
-    for rung in (ONNX, OPENVINO):
-        assert rung.unavailable(model, Machine(bf16=True)) is None
-        forward = rung.prepare(model, SAMPLE, tmp_path)
+    for backend in (ONNX, OPENVINO):
+        assert backend.unavailable(model, Machine(bf16=True)) is None
+        forward = backend.prepare(model, SAMPLE, tmp_path)
         for given in [*SAMPLE, *OTHER_SHAPES]:
             assert difference(model, forward, given, outputs) < 1e-5
 
 
-@pytest.mark.parametrize("rung", [name for name, rung in RUNGS.items() if rung.lossy])
-def test_lossy_rung_stays_close_to_torch(rung: str, folder: Path) -> None:
+@pytest.mark.parametrize("backend", [name for name, backend in BACKENDS.items() if backend.lossy])
+def test_lossy_backend_stays_close_to_torch(backend: str, folder: Path) -> None:
     model = bert()
-    forward = RUNGS[rung].prepare(model, SAMPLE, folder)
+    forward = BACKENDS[backend].prepare(model, SAMPLE, folder)
     for given in [*SAMPLE, *OTHER_SHAPES]:
         assert difference(model, forward, given, ("logits",)) < 0.05
 
@@ -151,8 +153,8 @@ def test_graph_is_exported_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     model = bert()
     ONNX.prepare(model, SAMPLE, folder)
     monkeypatch.setattr(torch.onnx, "export", None)
-    for rung in RUNGS.values():
-        rung.prepare(model, SAMPLE, folder)
+    for backend in BACKENDS.values():
+        backend.prepare(model, SAMPLE, folder)
     assert sorted(path.name for path in folder.iterdir()) == [
         "model-int8",
         "model-int8-static",
@@ -164,8 +166,8 @@ def test_graph_is_exported_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_artefacts_load_without_this_project(folder: Path) -> None:
     model = bert()
-    for rung in RUNGS.values():
-        rung.prepare(model, SAMPLE, folder)
+    for backend in BACKENDS.values():
+        backend.prepare(model, SAMPLE, folder)
     program = """
 import sys, numpy, onnxruntime
 sys.modules["openvino_telemetry"] = None
@@ -210,12 +212,12 @@ print(sys.modules["openvino_telemetry"], type(nncf.telemetry.wrapper.telemetry).
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_absent_package_is_named(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = {"onnx-int8": "onnxruntime", "openvino-int8": "nncf"}.get(rung, "onnxscript")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_absent_package_is_named(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = {"onnx-int8": "onnxruntime", "openvino-int8": "nncf"}.get(backend, "onnxscript")
     there = onnx_graph.importlib.util.find_spec
     monkeypatch.setattr(onnx_graph.importlib.util, "find_spec", lambda name: None if name == missing else there(name))
-    assert RUNGS[rung].unavailable(bert(), Machine(bf16=True)) == (
+    assert BACKENDS[backend].unavailable(bert(), Machine(bf16=True)) == (
         f"the package {missing} is not installed: it is in the image for CPUs and in finetune-trainer[fast-inference]"
     )
 
