@@ -285,7 +285,7 @@ def test_backend_requested_by_name_is_never_replaced(
     assert not paths.predictions_jsonl.exists()
 
 
-def test_an_attempt_on_a_machine_without_the_backend_of_the_parts_is_refused(
+def test_attempt_on_a_machine_without_the_backend_of_the_parts_is_refused(
     model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts of one output are computed in one way; the machine of the first attempt had units that this one lacks."""

@@ -118,8 +118,8 @@ LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 MAX_PROBLEMS = 20
 LONGEST_PATH = 300
 LONGEST_ROLLBACK = 64
-_INDEX_LABELS = tuple(dict.fromkeys(each.index_label for each in SUPPORTED if each.index_label is not None))
-_STARTERS = tuple(each.starter_pod for each in SUPPORTED if each.starter_pod is not None)
+_INDEX_LABELS = tuple(dict.fromkeys(launcher.index_label for launcher in SUPPORTED if launcher.index_label is not None))
+_STARTERS = tuple(launcher.starter_pod for launcher in SUPPORTED if launcher.starter_pod is not None)
 FAILURES_ANNOTATION = "batch.kubernetes.io/job-index-failure-count"
 """Annotation of pods of a Job with backoffLimitPerIndex (kubernetes `staging/src/k8s.io/api/batch/v1/types.go`)."""
 MOST_DIGITS = 10

@@ -136,7 +136,7 @@ class KubernetesClient:
             return False
         kinds = found.get("resources")
         return isinstance(kinds, list) and any(
-            isinstance(each, dict) and each.get("name") == resource.plural for each in kinds
+            isinstance(kind, dict) and kind.get("name") == resource.plural for kind in kinds
         )
 
     async def serves_group(self, group: str) -> bool:

@@ -116,7 +116,9 @@ def error_of(request: str, code: int, body: bytes, retry_after: str | None = Non
 def _is_caused_by(status: JsonValue, reason: str) -> bool:
     details = status.get("details") if isinstance(status, dict) else None
     causes = details.get("causes") if isinstance(details, dict) else None
-    return isinstance(causes, list) and any(isinstance(each, dict) and each.get("reason") == reason for each in causes)
+    return isinstance(causes, list) and any(
+        isinstance(cause, dict) and cause.get("reason") == reason for cause in causes
+    )
 
 
 def _seconds(written: str | None) -> float | None:

@@ -48,7 +48,7 @@ class Resource:
 
 FINETUNE_JOB = Resource(API_VERSION, KIND, PLURAL)
 LAUNCHER_RESOURCES: Mapping[LauncherName, Resource] = {
-    each.name: Resource(each.api_version, each.kind, each.plural) for each in SUPPORTED
+    launcher.name: Resource(launcher.api_version, launcher.kind, launcher.plural) for launcher in SUPPORTED
 }
 JOB = LAUNCHER_RESOURCES["job"]
 POD = Resource("v1", "Pod", "pods")
@@ -78,7 +78,7 @@ RESOURCES = (
     DEPLOYMENT, INFERENCE_SERVICE, HTTP_ROUTE, HTTP_SCALED_OBJECT, REPLICA_SET, AUTOSCALER, DISRUPTION_BUDGET,
     SECRET, LEASE, TOKEN_REVIEW, WEBHOOK, NODE,
 )  # fmt: skip
-_BY_KIND = {(each.api_version, each.kind): each for each in RESOURCES}
+_BY_KIND = {(resource.api_version, resource.kind): resource for resource in RESOURCES}
 OPENID = "openid"
 """Subject of requests about the issuer of tokens; it is not a resource."""
 

@@ -188,7 +188,7 @@ def trackers(arguments: Mapping[str, JsonValue]) -> tuple[Tracker, ...]:
 def sampling(arguments: Mapping[str, JsonValue]) -> Sampling | None:
     """Return the sampling set by `train_sampling_strategy` of checked arguments; None without it."""
     requested = arguments.get("train_sampling_strategy")
-    return next((each for each in get_args(Sampling) if each == requested), None)
+    return next((arg for arg in get_args(Sampling) if arg == requested), None)
 
 
 def groups_by_length(task: Task, arguments: Mapping[str, JsonValue]) -> bool:

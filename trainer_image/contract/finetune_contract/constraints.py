@@ -156,7 +156,7 @@ class Constraint:
     def value(self, choices: Choices) -> Value | None:
         """Return the value of the reported field; None if no single choice is made by it."""
         terms = (*self.when, *self.needs)
-        made = (each.choice for each in terms if FIELDS[each.choice] == (self.field,))
+        made = (term.choice for term in terms if FIELDS[term.choice] == (self.field,))
         return next((getattr(choices, choice) for choice in made), None)
 
     def holds(self, choices: Choices) -> bool:

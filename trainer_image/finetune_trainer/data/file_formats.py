@@ -490,10 +490,13 @@ def _delimiter(file: RawFile, usual: str, wanted: Sequence[str]) -> str:
     """
     with open_decompressed(file) as ahead:
         _, line = next(lines_of(file, ahead), (1, b""))
-    headers = {each: set(_fields(line.decode("utf-8", "replace"), each)) for each in _DELIMITERS}
+    headers = {delimiter: set(_fields(line.decode("utf-8", "replace"), delimiter)) for delimiter in _DELIMITERS}
     if headers[usual] & set(wanted):
         return usual
-    best = max(_DELIMITERS, key=lambda each: (len(headers[each] & set(wanted)), len(headers[each]), each == usual))
+    best = max(
+        _DELIMITERS,
+        key=lambda delimiter: (len(headers[delimiter] & set(wanted)), len(headers[delimiter]), delimiter == usual),
+    )
     return best if headers[best] & set(wanted) or len(headers[usual]) == 1 else usual
 
 

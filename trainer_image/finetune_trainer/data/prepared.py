@@ -122,11 +122,11 @@ class FeatureSet:
 
     def numbers(self, column: str) -> NDArray[Any]:
         """Return the column of all features, in memory."""
-        return np.concatenate([each.numbers[column] for each in self.batches])
+        return np.concatenate([batch.numbers[column] for batch in self.batches])
 
     def lengths(self) -> NDArray[np.int64]:
         """Return the lengths of all features."""
-        return np.concatenate([np.diff(each.lists["input_ids"][1]) for each in self.batches], dtype=np.int64)
+        return np.concatenate([np.diff(batch.lists["input_ids"][1]) for batch in self.batches], dtype=np.int64)
 
 
 @dataclass(frozen=True)

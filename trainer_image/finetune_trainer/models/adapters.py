@@ -109,12 +109,12 @@ def adapted_layers(model: nn.Module, adapter: Adapter, model_uri: str) -> tuple[
     linears = block_linears(model)
     wanted = adapter.target_modules
     if wanted is None:
-        matched = tuple(each.name for each in linears)
+        matched = tuple(linear.name for linear in linears)
     else:
-        unknown = [target for target in wanted if not any(_matches(target, each.name) for each in linears)]
+        unknown = [target for target in wanted if not any(_matches(target, linear.name) for linear in linears)]
         if unknown:
             raise _unknown_targets(unknown, linears, model_uri)
-        matched = tuple(each.name for each in linears if any(_matches(target, each.name) for target in wanted))
+        matched = tuple(linear.name for linear in linears if any(_matches(target, linear.name) for target in wanted))
     if not matched:
         raise StageError(
             FailureClass.CONFIG,
@@ -130,7 +130,7 @@ def _matches(target: str, name: str) -> bool:
 
 
 def _unknown_targets(unknown: Sequence[str], linears: Sequence[BlockLinear], model_uri: str) -> StageError:
-    names = sorted({each.short for each in linears})
+    names = sorted({linear.short for linear in linears})
     return StageError(
         FailureClass.CONFIG,
         "UnknownTargetModules",
@@ -232,7 +232,7 @@ def adapt(model: PreTrainedModel, adapter: Adapter, job: TrainerJob) -> Adapted:
     precision: Precision = "fp32" if job.training is None else job.training.precision
     held: tuple[str, ...] = ()
     if adapter.method == "qlora":
-        held = tuple(each.name for each in block_linears(model))
+        held = tuple(linear.name for linear in block_linears(model))
         divided = job.training is not None and job.training.strategy.name == "fsdp"
         four_bits().hold(model, held, precision, divided=divided)
     adapted = Adapted(adapter, layers, frozenset(matrices | whole), base, held, precision)

@@ -80,7 +80,9 @@ class InFloat8:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         weights = (cast(torch.Tensor, model.get_submodule(name).weight) for name in self.layers)
-        if any(isinstance(each, DTensor) and each.device_mesh.device_type == each.device.type for each in weights):
+        if any(
+            isinstance(weight, DTensor) and weight.device_mesh.device_type == weight.device.type for weight in weights
+        ):
             precompute_float8_dynamic_scale_for_fsdp(model)
 
 
@@ -206,7 +208,7 @@ def _chosen(model: nn.Module) -> tuple[set[int], Mapping[str, tuple[str, ...]]]:
     """Return the ids of the layers to convert, and the names of the other linear ones by what keeps them from fp8."""
     from transformers.pytorch_utils import Conv1D
 
-    in_blocks = {each.name for each in block_linears(model)}
+    in_blocks = {linear.name for linear in block_linears(model)}
     left, chosen = defaultdict(list), set()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D):

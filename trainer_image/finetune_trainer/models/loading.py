@@ -344,7 +344,7 @@ def hub_error(
     links = chain(error)
 
     def found(*types: type[BaseException]) -> bool:
-        return any(isinstance(each, types) for each in links)
+        return any(isinstance(link, types) for link in links)
 
     token_hint = (
         "Check the name; a private or gated repository needs secrets.hubToken of an account that was granted access."
@@ -366,7 +366,7 @@ def hub_error(
         )
     if found(errors.EntryNotFoundError) and not found(errors.LocalEntryNotFoundError):
         return None  # The repository exists; it only lacks a file.
-    if any(isinstance(each, errors.HfHubHTTPError) and each.response.status_code in _REFUSED for each in links):
+    if any(isinstance(link, errors.HfHubHTTPError) and link.response.status_code in _REFUSED for link in links):
         return StageError(
             missing_class,
             "TokenRefused",

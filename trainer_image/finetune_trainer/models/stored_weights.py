@@ -105,7 +105,7 @@ def log_private_weights(model: nn.Module) -> None:
     """Log how much of `model`, which is loaded as stored, this process holds in memory of its own until it is placed:
     weights of other files than safetensors, and those that are converted or merged while they are read.
     """
-    weights = [each for each in model.parameters() if is_converted(each)]
+    weights = [parameter for parameter in model.parameters() if is_converted(parameter)]
     private = private_bytes(weights)
     if private is None:
         return
@@ -114,7 +114,7 @@ def log_private_weights(model: nn.Module) -> None:
         "Until the model is spread, each process holds %.2f of its %.2f GiB in its own memory; the rest is mapped from "
         "safetensors files.",
         private / 2**30,
-        sum(each.nbytes for each in weights) / 2**30,
+        sum(weight.nbytes for weight in weights) / 2**30,
     )
 
 
@@ -139,7 +139,7 @@ def private_bytes(weights: Iterable[torch.Tensor]) -> int | None:
         at = bisect_right(starts, address) - 1
         return at >= 0 and address < mapped[at][1]
 
-    return sum(each.nbytes for each in weights if each.device.type == "cpu" and not is_mapped(each.data_ptr()))
+    return sum(weight.nbytes for weight in weights if weight.device.type == "cpu" and not is_mapped(weight.data_ptr()))
 
 
 def narrow_weights(model: nn.Module, precision: Precision) -> dict[int, torch.dtype]:

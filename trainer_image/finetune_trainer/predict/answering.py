@@ -184,7 +184,7 @@ class Answerer:
         for batch in inference_batches(task.encoding.widths(data, split.role), batch_tokens=self.means.batch_tokens):
             features = data.features(split.role, batch)
             if task.writer is not None and "prompt" in features[0]:
-                prompts = [{"input_ids": each["input_ids"][: int(each["prompt"])]} for each in features]
+                prompts = [{"input_ids": feature["input_ids"][: int(feature["prompt"])]} for feature in features]
                 collated = padded(prompts, {"input_ids": data.pad_token_id})
             else:
                 collated = task.encoding.collate(features, pad_token_id=data.pad_token_id)

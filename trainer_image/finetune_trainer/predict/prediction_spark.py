@@ -115,7 +115,7 @@ class Tasks:
             tracker = self._context.statusTracker()
             jobs = [tracker.getJobInfo(each) for each in tracker.getJobIdsForGroup(self._group)]
             stages = [tracker.getStageInfo(each) for job in jobs if job is not None for each in job.stageIds]
-            self._replaced = max(self._replaced, sum(each.numFailedTasks for each in stages if each is not None))
+            self._replaced = max(self._replaced, sum(stage.numFailedTasks for stage in stages if stage is not None))
         return self._replaced
 
     def _run(self) -> None:

@@ -295,8 +295,8 @@ def held_share(model: PreTrainedModel) -> float:
     from torch.distributed.tensor import DTensor
 
     weights = list(model.parameters())
-    held = sum((each.to_local() if isinstance(each, DTensor) else each).numel() for each in weights)
-    return held / sum(each.numel() for each in weights)
+    held = sum((weight.to_local() if isinstance(weight, DTensor) else weight).numel() for weight in weights)
+    return held / sum(weight.numel() for weight in weights)
 
 
 def _refuse_whole_weights(model: PreTrainedModel, planned: Sequence[str], size: int) -> None:

@@ -125,7 +125,7 @@ class RowFolder:
 
     def _in_place(self, raw: datasets.Dataset) -> str | None:
         """Return the one file of the folder that holds these rows and no others; None when there is none."""
-        files, folder = [Path(each["filename"]).absolute() for each in raw.cache_files], self._folder.absolute()
+        files, folder = [Path(file["filename"]).absolute() for file in raw.cache_files], self._folder.absolute()
         if len(files) != 1 or raw._indices is not None or not files[0].is_relative_to(folder):
             return None
         name = str(files[0].relative_to(folder))
@@ -193,7 +193,7 @@ def _stored_targets(targets: NDArray[Any] | None) -> StoredNumbers | StoredObjec
     if targets is None:
         return None
     if targets.dtype == object:
-        return StoredObjects(objects=tuple(_plain(each) for each in targets))
+        return StoredObjects(objects=tuple(_plain(target) for target in targets))
     return _stored_numbers(targets)
 
 
@@ -252,9 +252,9 @@ def _object(stored: JsonValue) -> Any:
         case {"float": str(text), **others} if not others:
             return float.fromhex(text)
         case {"tuple": list(items), **others} if not others:
-            return tuple(_object(each) for each in items)
+            return tuple(_object(item) for item in items)
         case {"dict": list(items), **others} if not others:
-            return dict(_pair(each) for each in items)
+            return dict(_pair(item) for item in items)
         case {"array": dict(array), **others} if not others:
             return _numbers(StoredNumbers.model_validate(array))
         case _:

@@ -403,7 +403,7 @@ def _write(
             kept = list(dict.fromkeys([*inputs[role].values(), *part.copies]))
             _keep(folder / raw_name(role), rows[role], kept)
     made: dict[str, ShardFacts] = {role: ShardFacts() for role in rows}
-    done, total = 0, sum(len(each.index) for each in rows.values())
+    done, total = 0, sum(len(row.index) for row in rows.values())
 
     def progressed(count: int) -> None:
         nonlocal done

@@ -227,7 +227,7 @@ def _flat(values: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], NDArray[n
     """Return all values of lists of token ids, and the start of each list; ten times faster than Arrow's look at every
     Python int.
     """
-    offsets = np.cumsum([0, *(len(each) for each in values)], dtype=np.int64)
+    offsets = np.cumsum([0, *(len(value) for value in values)], dtype=np.int64)
     return np.fromiter(chain.from_iterable(values), np.int32, count=int(offsets[-1])), offsets.astype(np.int32)
 
 

@@ -137,12 +137,12 @@ def _linear_layers(model: nn.Module) -> dict[str, LinearWidths]:
     widths: dict[str, LinearWidths] = {}
     from finetune_trainer.models.adapters import block_linears
 
-    for each in block_linears(model):
-        before = widths.get(each.short)
-        widths[each.short] = LinearWidths(
-            inputs=each.inputs + (before.inputs if before else 0),
-            outputs=each.outputs + (before.outputs if before else 0),
-            weights=each.inputs * each.outputs + (before.weights if before else 0),
+    for linear in block_linears(model):
+        before = widths.get(linear.short)
+        widths[linear.short] = LinearWidths(
+            inputs=linear.inputs + (before.inputs if before else 0),
+            outputs=linear.outputs + (before.outputs if before else 0),
+            weights=linear.inputs * linear.outputs + (before.weights if before else 0),
         )
     return widths
 

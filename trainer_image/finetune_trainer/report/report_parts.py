@@ -150,8 +150,8 @@ def examples_shown(
     if facts is not None and facts.label_form == "regression":
         measure, note = "off by", "The answers that are farthest off first."
     answered = "predicted" in samples[0]
-    wrong = tuple(each for each in samples if not answered or each["predicted"] != each["label"])
-    right = tuple(each for each in samples if answered and each["predicted"] == each["label"])
+    wrong = tuple(sample for sample in samples if not answered or sample["predicted"] != sample["label"])
+    right = tuple(sample for sample in samples if answered and sample["predicted"] == sample["label"])
     heading = "Wrong answers" if answered else "Worst rows"
     return Examples(heading, note, measure, answered, wrong, right)
 

@@ -41,7 +41,7 @@ class _Saved:
     """Storages that autograd saves inside a block, each counted once; weights are not counted."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._weights = {_place(each) for each in (*model.parameters(), *model.buffers())}
+        self._weights = {_place(parameter) for parameter in (*model.parameters(), *model.buffers())}
         self._held: list[torch.Tensor] = []
         """Saved tensors, so that no other storage gets the place of one."""
         self._bytes: dict[int, int] = {}
@@ -111,8 +111,8 @@ def _block(model: PreTrainedModel) -> nn.Module:
     from finetune_trainer.strategies.fsdp_groups import transformer_blocks
 
     blocks = transformer_blocks(model)
-    kind, _ = Counter(type(each) for each in blocks).most_common(1)[0]
-    return next(each for each in blocks if type(each) is kind)
+    kind, _ = Counter(type(block) for block in blocks).most_common(1)[0]
+    return next(block for block in blocks if type(block) is kind)
 
 
 def _place(tensor: torch.Tensor) -> int:

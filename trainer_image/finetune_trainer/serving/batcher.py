@@ -251,10 +251,10 @@ class Batcher:
             self._settle([(ticket, refusal) for ticket in tickets])
             return
         seconds = time.perf_counter() - began - (0.0 if writing is None else writing.others_seconds)
-        padded = max(each.width for each in rows) * len(rows)
+        padded = max(row.width for row in rows) * len(rows)
         self._token_seconds += _SMOOTHING * (seconds / padded - self._token_seconds)
         model = self._engine.model_of(chosen[0][0].form)
-        self._metrics.batch(model, len(rows), sum(each.tokens for each in rows), seconds)
+        self._metrics.batch(model, len(rows), sum(row.tokens for row in rows), seconds)
         if writing is not None:
             for (ticket, at), finish in zip(chosen, writing.finishes, strict=True):
                 ticket.finish_of[at] = finish

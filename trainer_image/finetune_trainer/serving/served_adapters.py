@@ -164,7 +164,7 @@ def _switches(model: nn.Module) -> list[Any]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    return [each for each in model.modules() if isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -274,7 +274,7 @@ def _inserted(
         result: Any = set_peft_model_state_dict(whole, adapter.weights, adapter_name=name)
     except (ValueError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         raise adapter.refused(f"it does not fit the base: {str(error).strip().splitlines()[0][:120]}", hint) from error
-    absent = [each.replace(f".{name}.", ".") for each in result.missing_keys if f".{name}." in each]
+    absent = [key.replace(f".{name}.", ".") for key in result.missing_keys if f".{name}." in key]
     unknown = result.unexpected_keys
     if unknown:
         raise adapter.refused(f"the base has no place for its weights {first_of(unknown, 2)}", hint)

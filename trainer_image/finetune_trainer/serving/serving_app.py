@@ -62,7 +62,7 @@ def make_app(state: ServerState) -> Starlette:
     async def no_such_route(request: Request, error: Exception) -> Response:
         code = getattr(error, "status_code", 404)
         # A path has a route for each of its methods, and Starlette lists those of the first only.
-        found = [each for each in routes if each.matches(request.scope)[0] is not Match.NONE]
+        found = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
         allowed = {"Allow": ", ".join(sorted({name for each in found for name in each.methods or ()}))}
         why = "There is no such path; see /openapi.json." if code == 404 else "The path does not support this method."
         return _error(request.url.path, RequestError(code, why, allowed if code == 405 else None))

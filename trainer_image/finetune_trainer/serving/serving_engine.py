@@ -220,7 +220,7 @@ class ServingEngine:
     ) -> list[dict[str, Any]]:
         """Return the columns of predict for each of the rows. `writing`: for models that write, by turns."""
         answerer = self._answerer(form)
-        table = pa.Table.from_pylist([each.row for each in rows])
+        table = pa.Table.from_pylist([row.row for row in rows])
         features = FeatureSet.of(each.features.part(each.first, each.last, at) for at, each in enumerate(rows))
         split = answerer.split(table, features, answerer.encoder.task.encoding.inputs(answerer.requested.columns))
         if writing is None:

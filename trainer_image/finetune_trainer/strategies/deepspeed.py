@@ -307,12 +307,12 @@ def _gathered(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     import deepspeed
     import torch
 
-    for each in tensors:
-        sharded = hasattr(each, "ds_id")
+    for tensor in tensors:
+        sharded = hasattr(tensor, "ds_id")
         if sharded:
             barrier()  # see `write_gathered`
-        with torch.no_grad(), deepspeed.zero.GatheredParameters([each], enabled=sharded):
-            yield each.detach()
+        with torch.no_grad(), deepspeed.zero.GatheredParameters([tensor], enabled=sharded):
+            yield tensor.detach()
 
 
 def _place(parameter: torch.nn.Parameter, device: str, dtype: torch.dtype) -> None:

@@ -166,7 +166,7 @@ class FullySharded(FullState):
         kinds = [Replicate, Shard] if hybrid else [Shard]
         planned = [world.nodes, world.processes_per_node] if hybrid else [world.size]
         problem = f"parameter {name} is spread as {parameter.placements} over {tuple(mesh.shape)} processes"
-        apart = [type(each) for each in parameter.placements]
+        apart = [type(placement) for placement in parameter.placements]
         expect(Shard in apart, self.name, "ParameterNotSharded", problem)
         problem += f" on {mesh.device_type}; planned are {' x '.join(map(str, planned))} on {world.device}"
         right = apart == kinds and list(mesh.shape) == planned and mesh.device_type == world.device
@@ -214,7 +214,7 @@ def expect_groups(model: torch.nn.Module, groups: Sequence[Group], settings: Str
             released = group.post_forward_mesh_info is not None
             found = f"a {type_name(module)} {'releases' if released else 'keeps'} its parameters after forward"
             expect(released == requested[id(module)], settings.label, "WrongSharding", f"{found}, not as requested")
-        moved = all(each.offload_to_cpu for each in group.fsdp_params)
+        moved = all(param.offload_to_cpu for param in group.fsdp_params)
         found = f"shards are {'in host memory' if moved else 'on the device'}, requested was the opposite"
         expect(moved == offloaded, settings.label, "WrongOffload", found)
 

@@ -187,8 +187,8 @@ def _checkpointable(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    several = sum(not each.is_replicate() for each in tensor.placements) > 1
-    if not several and not any(isinstance(each, _StridedShard) for each in tensor.placements):
+    several = sum(not placement.is_replicate() for placement in tensor.placements) > 1
+    if not several and not any(isinstance(placement, _StridedShard) for placement in tensor.placements):
         return tensor
     given: Any = tensor.detach()
     blocks = blocks_of(given)
@@ -406,9 +406,9 @@ class _ShardReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy the parts that the plan names into their tensors, file after file."""
         places = {
-            MetadataIndex(name, each.offsets): _Place(each.file, each.name)
+            MetadataIndex(name, part.offsets): _Place(part.file, part.name)
             for name, tensor in self.index.tensors.items()
-            for each in tensor.parts
+            for part in tensor.parts
         }
         wanted: dict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:

@@ -27,14 +27,14 @@ class StagingMemory:
 
     def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of `tensors` in this memory, complete when it returns; they are valid until the next call."""
-        sizes = [-(-each.numel() * each.element_size() // _ALIGNED_BYTES) * _ALIGNED_BYTES for each in tensors]
-        self._provide(sum(sizes), locked=any(each.is_cuda for each in tensors))
+        sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNED_BYTES) * _ALIGNED_BYTES for tensor in tensors]
+        self._provide(sum(sizes), locked=any(tensor.is_cuda for tensor in tensors))
         made, start = [], 0
         for each, size in zip(tensors, sizes, strict=True):
             place = self._block[start : start + each.numel() * each.element_size()]
             made.append(place.view(each.dtype).view(each.shape).copy_(each.detach(), non_blocking=self._locked))
             start += size
-        for device in {each.device for each in tensors if each.is_cuda}:
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return made
 

@@ -95,7 +95,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, 
     if not messages:
         return ""
     # Arrow gives every message the fields of all messages; missing ones are null.
-    own = [{name: value for name, value in each.items() if value is not None} for each in messages]
+    own = [{name: value for name, value in message.items() if value is not None} for message in messages]
     return str(tokenizer.apply_chat_template(own, tokenize=False, add_generation_prompt=reply))
 
 

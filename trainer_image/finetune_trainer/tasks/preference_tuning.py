@@ -125,10 +125,10 @@ class _Encoding(Encoding):
         for whole in (_conversations if talks else _texts)(list(rows["prompt"]), targets, coding):
             sequences, cut = _fitted(whole, coding.max_length)
             truncated += cut
-            features["input_ids"].append([token for each in sequences for token in each.ids])
+            features["input_ids"].append([token for sequence in sequences for token in sequence.ids])
             features["prompt"].append(sequences[0].prompt)
             if targets is not None:
-                features["labels"].append([label for each in sequences for label in each.labels])
+                features["labels"].append([label for sequence in sequences for label in sequence.labels])
                 features["chosen"].append(len(sequences[0].ids))
         return Encoded(features, truncated=truncated)
 
@@ -190,7 +190,7 @@ class _Scoring(Scoring):
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
     ) -> list[Answer]:
         """Return the log-likelihood of each of the two answers."""
-        pair = [each.double().cpu().numpy() for each in likelihoods(model, batch)]
+        pair = [likelihood.double().cpu().numpy() for likelihood in likelihoods(model, batch)]
         return [dict(zip(_ANSWERS, each, strict=True)) for each in zip(*pair, strict=True)]
 
     def _rewards(self, answers: Sequence[Answer]) -> list[NDArray[np.float64]]:
@@ -327,16 +327,16 @@ def _conversations(given: list[Any], targets: NDArray[Any] | None, coding: Codin
     for row, messages in enumerate(given):
         pair = [[]] if targets is None else [[reply] for reply in targets[row]]
         turns = [conversation(coding.tokenizer, [*messages, *reply], learnt=bool(reply)) for reply in pair]
-        yield [_Sequence(each.ids or [coding.tokenizer.pad_token_id], each.prompt) for each in turns]
+        yield [_Sequence(turn.ids or [coding.tokenizer.pad_token_id], turn.prompt) for turn in turns]
 
 
 def _fitted(sequences: Sequence[_Sequence], room: int) -> tuple[list[_Sequence], bool]:
     """Cut to at most `room` tokens each, and return True if any were cut off. Both keep the same end of the prompt:
     both answer one prompt.
     """
-    over = max(0, max(len(each.ids) for each in sequences) - room)
-    drop = min(over, max(0, min(each.prompt for each in sequences) - room // 2))
-    return [_Sequence(each.ids[drop : drop + room], each.prompt - drop) for each in sequences], over > 0
+    over = max(0, max(len(sequence.ids) for sequence in sequences) - room)
+    drop = min(over, max(0, min(sequence.prompt for sequence in sequences) - room // 2))
+    return [_Sequence(sequence.ids[drop : drop + room], sequence.prompt - drop) for sequence in sequences], over > 0
 
 
 # --------------------------------------------------------------------------------------------------------------- checks

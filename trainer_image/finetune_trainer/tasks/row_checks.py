@@ -119,7 +119,7 @@ def refuse_not_messages(split: RawSplit, path: str, column: str, values: pa.Chun
     roles = pc.struct_field(pc.list_flatten(values), "role")
     if roles.null_count:
         rows = values.to_pylist()
-        row = next(at for at, messages in enumerate(rows) if any(each["role"] is None for each in messages))
+        row = next(at for at, messages in enumerate(rows) if any(message["role"] is None for message in messages))
         raise row_error("NoRole", split, row, path, column, rows[row], "each message needs its role")
 
 

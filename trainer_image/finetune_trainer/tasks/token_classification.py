@@ -230,11 +230,11 @@ class _Scoring(Scoring):
         """Judge the most frequent tag of the very words that are judged, usually `O`: no entity at all."""
         tags = _gold(split)
         most = np.bincount(np.concatenate(tags)).argmax()
-        return measured(tags, [np.full_like(each, most) for each in tags], split.facts.labels)
+        return measured(tags, [np.full_like(tag, most) for tag in tags], split.facts.labels)
 
     def confusion(self, answers: Sequence[Answer], split: PreparedSplit) -> Confusion | None:
         """Count for words; one without tokens may have no tag."""
-        predicted = [each.ids for each in _predicted_tags(answers, split, slice(None))]
+        predicted = [tag.ids for tag in _predicted_tags(answers, split, slice(None))]
         right = np.concatenate(_gold(split))
         return Confusion.of(right, np.concatenate(predicted), split.facts.labels, unit="words", none="no tag")
 

@@ -149,7 +149,7 @@ def generated_tokens(answers: Iterable[Answer]) -> int:
 
 def written(answers: Sequence[Answer], features: Sequence[range]) -> list[str]:
     """Return the text for each row, from its last feature. `features`: those of each row."""
-    return [str(answers[each[-1]][WRITTEN]) for each in features]
+    return [str(answers[feature[-1]][WRITTEN]) for feature in features]
 
 
 TEXT_SCHEMA = pa.schema([(WRITTEN, pa.string())])

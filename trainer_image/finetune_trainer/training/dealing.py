@@ -61,7 +61,7 @@ class Deal:
         """Distribute the features of a split with the indices `wanted`, or all, in batches of similar widths."""
         widths = self.widths(role)
         wanted = np.arange(len(widths)) if wanted is None else wanted
-        batches = [wanted[each] for each in inference_batches(widths[wanted], batch_tokens=self.batch_tokens)]
+        batches = [wanted[batch] for batch in inference_batches(widths[wanted], batch_tokens=self.batch_tokens)]
         rounds = -(-len(batches) // self.ranks)
         # Ranks without a batch of their own in the last round repeat the last one; equal answers overwrite equal
         # answers.

@@ -332,8 +332,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 def _by_mesh(weights: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     found: dict[Any, list[nn.Parameter]] = {}
-    for each in weights:
-        found.setdefault(_mesh_of(each), []).append(each)
+    for weight in weights:
+        found.setdefault(_mesh_of(weight), []).append(weight)
     return list(found.values())
 
 

@@ -117,5 +117,5 @@ def write_outcome(
     metrics = merge_metrics(paths, {"train": {**figures, **details}}, without=("evaluate", "majority"))
     write_model_card(paths, run.job, run.prepared.facts, metrics)
     folders = (paths.model, paths.adapter, *((paths.checkpoints,) if kept else ()))
-    artifacts = {each.name: each.name for each in folders if each.exists()}
+    artifacts = {folder.name: folder.name for folder in folders if folder.exists()}
     return Outcome({"train": figures}, artifacts, run.prepared.facts.fingerprint)

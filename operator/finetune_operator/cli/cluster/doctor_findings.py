@@ -275,7 +275,7 @@ def _network(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Sett
 def _devices(nodes: Sequence[Node], settings: Settings) -> Iterator[Finding]:
     """Yield the network devices of all nodes with GPUs, and what these lack."""
     there = nodes_network(((node.labels, node.allocatable) for node in nodes), settings.defaults.gpu_resource, settings)
-    listed = [f"{each.resource} on {each.nodes} (at least {each.count} each)" for each in there.devices]
+    listed = [f"{device.resource} on {device.nodes} (at least {device.count} each)" for device in there.devices]
     if not nodes:
         yield Finding("network between nodes", "note", "no node has GPUs")
     elif not listed:
@@ -430,8 +430,8 @@ def _policies(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Set
 
 def _images(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
     image = (None if spec is None else spec.image) or settings.defaults.image
-    secrets = [each.name for each in settings.defaults.image_pull_secrets]
-    secrets += [] if spec is None else [each.name for each in spec.template.image_pull_secrets]
+    secrets = [secret.name for secret in settings.defaults.image_pull_secrets]
+    secrets += [] if spec is None else [secret.name for secret in spec.template.image_pull_secrets]
     source = (
         f", pulled with Secret {', '.join(secrets)} of {cluster.namespace}" if secrets else ", pulled without a Secret"
     )

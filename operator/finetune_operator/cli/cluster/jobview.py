@@ -312,7 +312,7 @@ def notable(conditions: Sequence[Condition], failure_is_shown: bool) -> tuple[Co
         if (one.type, one.status) in (("Stalled", "True"), ("Running", "False")) and one.message
     ]
     return tuple(
-        one for number, one in enumerate(waits) if one.message not in [each.message for each in waits[:number]]
+        one for number, one in enumerate(waits) if one.message not in [wait.message for wait in waits[:number]]
     )
 
 

@@ -64,7 +64,7 @@ def fields_like(incomplete: str) -> list[str]:
         found = find_field(above or "spec")
     except NoSuchFieldError:
         return []
-    names = [f"{above}.{each.name}" if above else each.name for each in found.fields]
+    names = [f"{above}.{field.name}" if above else field.name for field in found.fields]
     return [name for name in (names if above else [*names, "spec", "status"]) if name.startswith(incomplete)]
 
 

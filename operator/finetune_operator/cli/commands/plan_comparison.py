@@ -228,8 +228,8 @@ def _remarks(row: Scenario, rows: list[Scenario]) -> list[str]:
     figures = [each.made.estimate for each in rows if each.made is not None]
     assert row.made is not None
     own, found = row.made.estimate, []
-    times = [each.seconds for each in figures if each.seconds is not None]
-    costs = [each.cost for each in figures if each.cost is not None]
+    times = [figure.seconds for figure in figures if figure.seconds is not None]
+    costs = [figure.cost for figure in figures if figure.cost is not None]
     if own.seconds is not None and own.seconds == min(times):
         found.append("quickest")
     if own.cost is not None and own.cost == min(costs):
@@ -238,8 +238,8 @@ def _remarks(row: Scenario, rows: list[Scenario]) -> list[str]:
         return found
     seconds, cost = own.seconds, own.cost
     better = [
-        each
-        for each in figures
-        if each.seconds is not None and each.cost is not None and each.seconds < seconds and each.cost <= cost
+        figure
+        for figure in figures
+        if figure.seconds is not None and figure.cost is not None and figure.seconds < seconds and figure.cost <= cost
     ]
     return ["another is quicker and costs no more"] if better else ["none is both quicker and cheaper"]

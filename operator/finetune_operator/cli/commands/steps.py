@@ -109,7 +109,9 @@ def cluster_facts(
 
     spec = entry.job.spec
     engines = {spec.preparation.engine, *([] if spec.predict is None else [spec.predict.engine])}
-    requested = [each.name for each in SUPPORTED if each.name == spec.launcher or each.engine in engines]
+    requested = [
+        launcher.name for launcher in SUPPORTED if launcher.name == spec.launcher or launcher.engine in engines
+    ]
     facts = Facts(
         model=measure(entry.job, "Connect, or omit --measure").model if measure_model else None,
         data=None if workspace is None else _earlier_data(entry, workspace),

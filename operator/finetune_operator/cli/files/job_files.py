@@ -181,7 +181,7 @@ def _with_absolute_uris(job: FineTuneJob, folder: Path) -> FineTuneJob:
         update["predict"] = spec.predict.model_copy(update=predict)
     if spec.endpoint is not None and spec.endpoint.adapters:
         adapters = tuple(
-            each.model_copy(update={"uri": absolute_uri(each.uri, folder)}) for each in spec.endpoint.adapters
+            adapter.model_copy(update={"uri": absolute_uri(adapter.uri, folder)}) for adapter in spec.endpoint.adapters
         )
         update["endpoint"] = spec.endpoint.model_copy(update={"adapters": adapters})
     return job.model_copy(update={"spec": spec.model_copy(update=update)})

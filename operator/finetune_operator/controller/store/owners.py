@@ -20,8 +20,12 @@ from finetune_operator.plan.types.names import JobNames
 from finetune_operator.spec.launcher_rows import SUPPORTED
 from finetune_operator.spec.objects import GroupKind
 
-JOBS_BETWEEN = tuple(each.job_between for each in SUPPORTED if each.job_between is not None)
-DRIVERS = {each.driver: GroupKind.of(each.api_version, each.kind) for each in SUPPORTED if each.driver is not None}
+JOBS_BETWEEN = tuple(launcher.job_between for launcher in SUPPORTED if launcher.job_between is not None)
+DRIVERS = {
+    launcher.driver: GroupKind.of(launcher.api_version, launcher.kind)
+    for launcher in SUPPORTED
+    if launcher.driver is not None
+}
 """Suffixes of pods that create others, with the kind that they belong to."""
 
 

@@ -393,7 +393,7 @@ def with_rollout_problem(state: ReconcileState, reason: str, message: str) -> Re
             warning=True,
         )
     changed = one.model_copy(update={"reason": reason, "message": message[:MESSAGE_LIMIT]})
-    revisions = tuple(changed if each.number == one.number else each for each in status.revisions)
+    revisions = tuple(changed if revision.number == one.number else revision for revision in status.revisions)
     return state.with_status(endpoint=status.model_copy(update={"revisions": revisions}))
 
 

@@ -99,12 +99,12 @@ class Comparison:
                 for run in self.runs
             ],
             "settings": [
-                {"field": each.field, "differs": each.differs, "values": dict(each.values)}
-                for each in self.settings
-                if each.differs or every
+                {"field": setting.field, "differs": setting.differs, "values": dict(setting.values)}
+                for setting in self.settings
+                if setting.differs or every
             ],
-            "metrics": [_figure_data(each) for each in self.metrics],
-            "figures": [_figure_data(each) for each in self.figures],
+            "metrics": [_figure_data(metric) for metric in self.metrics],
+            "figures": [_figure_data(figure) for figure in self.figures],
             "notes": list(self.notes),
         }
 
@@ -306,18 +306,18 @@ def print_comparison(console: Console, comparison: Comparison, *, every: bool) -
     """Print tables, one column a run."""
     names = [run.name for run in comparison.runs]
     _print_table(console, "Runs", ["", *names], [["state", *(run.state for run in comparison.runs)]])
-    shown = [each for each in comparison.settings if each.differs or every]
+    shown = [setting for setting in comparison.settings if setting.differs or every]
     rows = [[each.field, *(setting_text(each, name) for name in names)] for each in shown]
     _print_table(console, "Settings" if every else "Settings that differ", ["", *names], rows)
     if not rows:
         console.print("  none")
     for title, figures in (("Metrics", comparison.metrics), ("Time, throughput, memory, cost", comparison.figures)):
         _print_table(
-            console, title, ["", *names], [[each.name, *(each.cell(name) for name in names)] for each in figures]
+            console, title, ["", *names], [[figure.name, *(figure.cell(name) for name in names)] for figure in figures]
         )
         if not figures:
             console.print("  none measured")
-    if any(each.best for each in (*comparison.metrics, *comparison.figures)):
+    if any(metric.best for metric in (*comparison.metrics, *comparison.figures)):
         console.print(f"{MARK} the best of its row")
 
 
@@ -342,7 +342,7 @@ def page(comparison: Comparison, *, every: bool) -> str:
         .render(
             comparison=comparison,
             names=[run.name for run in comparison.runs],
-            settings=[each for each in comparison.settings if each.differs or every],
+            settings=[setting for setting in comparison.settings if setting.differs or every],
             every=every,
             setting_text=setting_text,
             charts=curves(comparison),

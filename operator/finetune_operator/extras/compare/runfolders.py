@@ -89,7 +89,7 @@ _NAMED = 8
 
 def _runs_in(folder: Path) -> list[str]:
     try:
-        found = sorted(each.name for each in folder.iterdir() if each.is_dir() and _is_run(each))
+        found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and _is_run(entry))
     except OSError:
         return []
     return found if len(found) <= _NAMED else [*found[:_NAMED], f"{len(found) - _NAMED} more"]

@@ -130,10 +130,10 @@ class Pages:
             progress=_progress_text(run, utc_now()),
             failure=_failure(run.failure),
             metrics=[
-                {"name": each.name, "value": _figure(each.value), "majority": _figure(each.majority)}
-                for each in run.metrics
+                {"name": metric.name, "value": _figure(metric.value), "majority": _figure(metric.majority)}
+                for metric in run.metrics
             ],
-            with_majority=any(each.majority is not None for each in run.metrics),
+            with_majority=any(metric.majority is not None for metric in run.metrics),
             charts=training_charts({shown_name(name): history}),
             history_cut=cut,
             stages=[{"name": each.name, "state": each.state, "time": _duration(each.seconds)} for each in run.stages],
@@ -174,9 +174,9 @@ class Pages:
                 ("Time, throughput, memory, cost", _figure_rows(comparison.figures, comparison)),
             ],
             settings=[
-                (each.field, [setting_text(each, run.name)[:LINE_CHARACTERS] for run in comparison.runs])
-                for each in comparison.settings
-                if each.differs
+                (setting.field, [setting_text(setting, run.name)[:LINE_CHARACTERS] for run in comparison.runs])
+                for setting in comparison.settings
+                if setting.differs
             ],
             charts=curves(comparison) if runs else [],
         )
@@ -304,7 +304,9 @@ def _run_row(run: Run, now: datetime) -> dict[str, Any]:
         "stage": run.stage,
         "percent": run.progress.percent if run.progress else None,
         "progress": _progress_text(run, now),
-        "metrics": [(each.name, _figure(each.value)) for each in run.metrics if each.name != "loss"][:LIST_METRICS],
+        "metrics": [(metric.name, _figure(metric.value)) for metric in run.metrics if metric.name != "loss"][
+            :LIST_METRICS
+        ],
         "started": "" if run.started is None else f"{ago(run.started, now)} ago",
         "started_at": "" if run.started is None else run.started.astimezone().isoformat(" ", "seconds"),
         "time": _duration(seconds),
@@ -368,8 +370,11 @@ def _plan_sections(plan: JobPlan | str | None) -> list[dict[str, Any]]:
 def _figure_rows(figures: Sequence[Figure], comparison: Comparison) -> list[tuple[str, list[tuple[str, bool]]]]:
     """Return name, and for each run the value and whether it is the best."""
     return [
-        (each.name, [(each.cell(run.name).removesuffix(f" {MARK}"), run.name in each.best) for run in comparison.runs])
-        for each in figures
+        (
+            figure.name,
+            [(figure.cell(run.name).removesuffix(f" {MARK}"), run.name in figure.best) for run in comparison.runs],
+        )
+        for figure in figures
     ]
 
 

@@ -97,7 +97,7 @@ class Workspace:
     def runs(self) -> Runs:
         """Return all runs: running ones first, then by their start, the latest first."""
         try:
-            found = sorted(folders(self.folder), key=lambda each: each[1], reverse=True)
+            found = sorted(folders(self.folder), key=lambda folder: folder[1], reverse=True)
         except UnreadableError as error:
             return Runs((), problem=str(error))
         names = [name for name, _ in found if self._is_run(name)]

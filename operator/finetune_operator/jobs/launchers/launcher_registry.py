@@ -47,7 +47,7 @@ MODULES: Mapping[LauncherName, LauncherModule] = {
 
 def module_of(api_version: str, kind: str) -> LauncherModule | None:
     """Return the module of a kind; None for a kind that runs no attempts."""
-    names = (each.name for each in SUPPORTED if (each.api_version, each.kind) == (api_version, kind))
+    names = (launcher.name for launcher in SUPPORTED if (launcher.api_version, launcher.kind) == (api_version, kind))
     return next((MODULES[name] for name in names), None)
 
 

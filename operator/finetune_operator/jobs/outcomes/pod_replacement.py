@@ -16,7 +16,7 @@ from finetune_operator.jobs.state.decision_types import ChildView, PodView
 from finetune_operator.spec.launcher_rows import SUPPORTED
 from finetune_operator.spec.types import StageStatus
 
-_DRIVER_KINDS = tuple(each.kind for each in SUPPORTED if each.driver is not None)
+_DRIVER_KINDS = tuple(launcher.kind for launcher in SUPPORTED if launcher.driver is not None)
 
 
 def current_pods(child: ChildView, pods: Sequence[PodView]) -> tuple[PodView, ...]:

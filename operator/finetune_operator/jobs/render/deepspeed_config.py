@@ -184,4 +184,4 @@ def uses_offload_folder(config: Mapping[str, JsonValue]) -> bool:
     """Return whether a DeepSpeed configuration uses the pods' own volume; the user's keys may name another path."""
     zero = config.get("zero_optimization")
     sections = [zero.get(name) for name in ("offload_optimizer", "offload_param")] if isinstance(zero, dict) else []
-    return any(isinstance(each, dict) and each.get("nvme_path") == OFFLOAD_FOLDER for each in sections)
+    return any(isinstance(section, dict) and section.get("nvme_path") == OFFLOAD_FOLDER for section in sections)

@@ -252,7 +252,8 @@ def can_run(node: Node, spec: FineTuneJobSpec, settings: Settings) -> bool:
     tolerations += template.tolerations
     if spec.spot.enabled:
         tolerations += [
-            each.model_dump(mode="json", by_alias=True, exclude_none=True) for each in settings.spot.tolerations
+            toleration.model_dump(mode="json", by_alias=True, exclude_none=True)
+            for toleration in settings.spot.tolerations
         ]
     if any(taint.get("effect") in _NEVER and not _tolerates(tolerations, taint) for taint in node.taints):
         return False
@@ -263,12 +264,12 @@ def _tolerates(tolerations: Iterable[Mapping[str, JsonValue]], taint: Mapping[st
     # Kubernetes' own taints are temporary: a node that is cordoned or not ready returns unchanged.
     if str(taint.get("key", "")).partition("/")[0] in ("node.kubernetes.io", "node.cloudprovider.kubernetes.io"):
         return True
-    for each in tolerations:
-        key, effect = each.get("key") or "", each.get("effect") or ""
-        exists = each.get("operator") == "Exists"
+    for toleration in tolerations:
+        key, effect = toleration.get("key") or "", toleration.get("effect") or ""
+        exists = toleration.get("operator") == "Exists"
         if effect in ("", taint.get("effect")) and (
             (exists and key in ("", taint.get("key")))
-            or (key == taint.get("key") and (each.get("value") or "") == taint.get("value", ""))
+            or (key == taint.get("key") and (toleration.get("value") or "") == taint.get("value", ""))
         ):
             return True
     return False
@@ -285,8 +286,8 @@ def _in_affinity(node: Node, affinity: Mapping[str, JsonValue]) -> bool:
 def _in_term(node: Node, term: Mapping[str, JsonValue]) -> bool:
     if not any(term.values()):
         return False
-    expressions = [(each, node.labels) for each in _rows(term.get("matchExpressions"))]
-    expressions += [(each, {"metadata.name": node.name}) for each in _rows(term.get("matchFields"))]
+    expressions = [(row, node.labels) for row in _rows(term.get("matchExpressions"))]
+    expressions += [(row, {"metadata.name": node.name}) for row in _rows(term.get("matchFields"))]
     return all(_holds(each, labels) for each, labels in expressions)
 
 

@@ -49,7 +49,7 @@ def with_sufficient_memory(draft: Draft, fits: Callable[[Draft], bool]) -> Draft
     if not draft.loops:
         return None
     unadapted = draft.with_inputs(adaptation=Adaptation())
-    sizes = sorted({LEAST_GPU_MEMORY, *(each.memory_mib * MIB for each in GPU_MODELS if each.memory_mib)})
+    sizes = sorted({LEAST_GPU_MEMORY, *(gpu.memory_mib * MIB for gpu in GPU_MODELS if gpu.memory_mib)})
     sizes = sizes[sizes.index(LEAST_GPU_MEMORY) :]
     if not fits(_with_memory(unadapted, sizes[-1])):
         return None

@@ -224,6 +224,6 @@ def _adapter_bytes(draft: Draft, endpoint: EndpointSpec) -> int:
     rank, widths = _rank(endpoint), draft.model.linear_layers.values()
     if rank is None:
         return 0
-    known = rank * sum(each.inputs + each.outputs for each in widths)
+    known = rank * sum(width.inputs + width.outputs for width in widths)
     parameters = known or rank * draft.model.parameters // (16 * ADAPTER_SHARE)
     return min(CONCURRENT_ADAPTERS, len(endpoint.adapters)) * WIDTH * parameters

@@ -58,8 +58,8 @@ def trained_parameters(model: ModelFacts, adapter: Adapter | None) -> Trained:
     if adapter is None or not model.linear_layers:
         return Trained(0, model.parameters)
     matrices = sum(
-        adapter.rank * (each.inputs + each.outputs) + (each.outputs if adapter.method == "dora" else 0)
-        for each in adapted_layers(model, adapter).values()
+        adapter.rank * (layer.inputs + layer.outputs) + (layer.outputs if adapter.method == "dora" else 0)
+        for layer in adapted_layers(model, adapter).values()
     )
     whole = matrices + model.head_parameters
     return Trained(added=whole, trained=whole)
@@ -78,15 +78,15 @@ def adapted_sizes(model: ModelFacts, adapter: Adapter | None) -> AdaptedLayers:
     """Return the layers that `adapter` goes into; none without an adapter, and if the model's layers are not known."""
     layers = () if adapter is None else tuple(adapted_layers(model, adapter).values())
     # The n layers of a name have one shape, so that n = n i x n o / (n i o).
-    number = sum(round(each.inputs * each.outputs / each.weights) for each in layers if each.weights)
-    return AdaptedLayers(number, sum(each.inputs + each.outputs for each in layers))
+    number = sum(round(layer.inputs * layer.outputs / layer.weights) for layer in layers if layer.weights)
+    return AdaptedLayers(number, sum(layer.inputs + layer.outputs for layer in layers))
 
 
 def four_bit_weights(model: ModelFacts, adapter: Adapter | None) -> int:
     """Return the number of weights held in 4 bits; 0 if they are not known."""
     if adapter is None or adapter.method != "qlora":
         return 0
-    return sum(each.weights for each in model.linear_layers.values())
+    return sum(layer.weights for layer in model.linear_layers.values())
 
 
 def narrow_weights(model: ModelFacts, adapter: Adapter | None, head: int) -> int:
@@ -107,7 +107,9 @@ def largest_linear(model: ModelFacts) -> int:
     """Return the weights of the blocks' largest linear layer. The n layers of a name have one shape, so that i o =
     (n i o)^2 / (n i x n o).
     """
-    return max((each.weights**2 // (each.inputs * each.outputs) for each in model.linear_layers.values()), default=0)
+    return max(
+        (layer.weights**2 // (layer.inputs * layer.outputs) for layer in model.linear_layers.values()), default=0
+    )
 
 
 def choose_adapter(draft: Draft) -> Draft:
@@ -116,7 +118,7 @@ def choose_adapter(draft: Draft) -> Draft:
     if asked.method == "none":
         return draft
     targets = None if asked.target_modules == "auto" else asked.target_modules
-    unknown = [each for each in targets or () if not any(_matches(each, name) for name in model.linear_layers)]
+    unknown = [target for target in targets or () if not any(_matches(target, name) for name in model.linear_layers)]
     if unknown and draft.model_known and model.linear_layers:
         return draft.refusing(
             ("model", "adapter", "targetModules"),

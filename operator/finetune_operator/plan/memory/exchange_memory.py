@@ -291,7 +291,7 @@ def autocast_copies(work: Workload, moment: Moment) -> MemoryTerm | None:
     there = work.four_bit + work.narrow
     count = max(0, work.model.parameters - work.model.embedding_parameters - there) + tied
     if work.model.idle_parameters:  # experts are computed in the type of their weights
-        count = max(0, sum(each.weights for each in work.model.linear_layers.values()) + work.head - there)
+        count = max(0, sum(layer.weights for layer in work.model.linear_layers.values()) + work.head - there)
     head = 0 if work.narrow and not tied else work.head
     if work.strategy.pipeline is not None:
         count = (work.layers * work.model.block_parameters + head) // work.strategy.tensor

@@ -297,7 +297,7 @@ def norm_slices(work: Workload) -> int:
 
 def experts_of_a_token(model: ModelFacts) -> float:
     """Return the number of experts of a layer that a token passes; 0 for a model without experts."""
-    weights = model.layers * model.block_parameters - sum(each.weights for each in model.linear_layers.values())
+    weights = model.layers * model.block_parameters - sum(layer.weights for layer in model.linear_layers.values())
     return model.experts * max(0.0, 1 - model.idle_parameters / weights) if model.experts and weights > 0 else 0.0
 
 
@@ -333,7 +333,7 @@ def _adapter_bytes_per_token(work: Workload, mask: int) -> float:
     if work.adapter is None:
         return 0.0
     layers, adapter = adapted_layers(work.model, work.adapter).values(), work.adapter
-    inputs, outputs = sum(each.inputs for each in layers), sum(each.outputs for each in layers)
+    inputs, outputs = sum(layer.inputs for layer in layers), sum(layer.outputs for layer in layers)
     kept = len(layers) * work.model.layers * adapter.rank * work.compute_bytes
     if adapter.dropout:
         kept += inputs * (work.compute_bytes + mask)
@@ -366,7 +366,7 @@ def rounded_weights(model: ModelFacts, strategy: Strategy, precision: Precision,
     """
     if precision != "fp8" or strategy.name != "fsdp":
         return 0
-    return sum(each.weights for each in model.linear_layers.values() if each.weights and _divides(each, ranks))
+    return sum(layer.weights for layer in model.linear_layers.values() if layer.weights and _divides(layer, ranks))
 
 
 def _divides(layers: LinearWidths, ranks: int) -> bool:

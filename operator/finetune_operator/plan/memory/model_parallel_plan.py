@@ -105,7 +105,7 @@ def weights_of_a_process(model: ModelFacts, strategy: Strategy, layers: int, hel
     the rest as the embeddings or the head, whose vectors are small. Blocks of unknown layers count as four square ones
     and two of the feed-forward layer.
     """
-    block = [each.weights // model.layers for each in model.linear_layers.values()]
+    block = [layer.weights // model.layers for layer in model.linear_layers.values()]
     if not block:
         wide = model.hidden_size * model.intermediate_size
         block = [model.hidden_size**2] * 4 + [wide] * 2

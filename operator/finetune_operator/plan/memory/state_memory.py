@@ -230,7 +230,7 @@ def _normed_bytes(work: Workload) -> int:
     """Return the bytes of the weights that a process converts to fp32 for DoRA; all if the layers are not known."""
     if work.adapter is None or work.adapter.method != "dora" or _mapped_in_fp32(work.model):
         return 0
-    weights = sum(each.weights for each in adapted_layers(work.model, work.adapter).values())
+    weights = sum(layer.weights for layer in adapted_layers(work.model, work.adapter).values())
     return 4 * (weights or work.model.parameters)
 
 

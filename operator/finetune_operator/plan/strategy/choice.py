@@ -151,7 +151,7 @@ def best_fit(draft: Draft) -> tuple[Draft, Fit] | None:
     """
     if machine_of(draft) is None:
         return _first_of_all(draft)
-    found = tuple(each for open_draft in open_drafts(draft) for each in all_forms(open_draft))
+    found = tuple(form for open_draft in open_drafts(draft) for form in all_forms(open_draft))
     if draft.adaptation.micro_batch_limit is not None:
         # What ran out of memory is the form that is best without the limit; it goes on with fewer rows at once.
         free = best_fit(draft.with_inputs(adaptation=replace(draft.adaptation, micro_batch_limit=None)))

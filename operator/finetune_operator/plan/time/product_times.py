@@ -71,13 +71,13 @@ class Efficiency:
 def efficiency(products: Sequence[Product], tokens: float, speed: ProductSpeed, width: int, split: int) -> Efficiency:
     """Return the efficiency of one pass over `tokens` tokens; `split`: tensor ranks that share each layer's outputs."""
     ideal = passing = weights = 0.0
-    for each in products:
-        rows, outputs = max(1.0, tokens * each.share), each.outputs / split
-        ideal += each.count * 2 * rows * each.inputs * outputs / speed.rate
-        forward = speed.seconds(rows, each.inputs, outputs, width)
-        backward = speed.seconds(rows, outputs, each.inputs, width)
-        passing += each.count * (forward + backward) / 2
-        weights += each.count * speed.seconds(each.inputs, rows, outputs, width)
+    for product in products:
+        rows, outputs = max(1.0, tokens * product.share), product.outputs / split
+        ideal += product.count * 2 * rows * product.inputs * outputs / speed.rate
+        forward = speed.seconds(rows, product.inputs, outputs, width)
+        backward = speed.seconds(rows, outputs, product.inputs, width)
+        passing += product.count * (forward + backward) / 2
+        weights += product.count * speed.seconds(product.inputs, rows, outputs, width)
     return Efficiency(ideal / passing, ideal / weights) if ideal else Efficiency(1.0, 1.0)
 
 

@@ -201,7 +201,7 @@ def _argument_texts(found: ArgumentProblem, given: JsonValue) -> tuple[str, Hint
             kinds = [_KINDS.get(kind, kind) for kind in known_arguments()[found.name] if kind != "null"]
             return f"must be {' or '.join(kinds)}", "change it; write numbers and booleans without quotes"
         case "UnknownTracker":
-            named = [each for each in get_args(Tracker) if isinstance(given, list) and each in given]
+            named = [arg for arg in get_args(Tracker) if isinstance(given, list) and arg in given]
             hint = ReplaceBy(list(named)) if named else found.hint.rstrip(".")
             return f"must be one or a list of {', '.join(get_args(Tracker))}", hint
         case "UnknownSampling":

@@ -48,19 +48,19 @@ RESERVED_ENV = frozenset(
         *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
         *("PYTHONUNBUFFERED", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"),
         *("JOB_COMPLETION_INDEX", "HOME", "HF_HOME"),
-        *(name for each in SUPPORTED for name in each.reserved.env),
+        *(name for launcher in SUPPORTED for name in launcher.reserved.env),
     }
 )
 RESERVED_ENV_PREFIXES = (
     *("MASTER_", "PET_", "TORCHELASTIC_"),
-    *(prefix for each in SUPPORTED for prefix in each.reserved.env_prefixes),
+    *(prefix for launcher in SUPPORTED for prefix in launcher.reserved.env_prefixes),
     *("KUBEFLOW_TRAINER_", "FINETUNE_"),
 )
 TOKEN_ENV = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 RESERVED_VOLUMES = frozenset(
     {
         *("config", "workspace", "cache", "shm", "shared-memory", "tmp", "progress-token", "offload"),
-        *(name for each in SUPPORTED for name in each.reserved.volumes),
+        *(name for launcher in SUPPORTED for name in launcher.reserved.volumes),
     }
 )
 _LEAST_VOLUME = "1Mi"

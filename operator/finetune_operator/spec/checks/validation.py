@@ -318,7 +318,7 @@ _METHOD = "spec.model.adapter.method"
 def _one_method(problems: list[Problem]) -> list[Problem]:
     """Name qlora in all hints if one of them does: LoRA over weights in 4 bits is one method, set in several names."""
     remedies = [problem.remedy for problem in problems]
-    if not any(isinstance(each, SetTo) and each.fields.get(_METHOD) == "qlora" for each in remedies):
+    if not any(isinstance(remedy, SetTo) and remedy.fields.get(_METHOD) == "qlora" for remedy in remedies):
         return problems
     return [replace(problem, remedy=_with_qlora(problem.remedy)) for problem in problems]
 

@@ -98,9 +98,9 @@ def name_rows() -> tuple[NameRow, ...]:
 @cache
 def value_rows() -> tuple[ValueRow, ...]:
     launchers = (
-        ValueRow("spec.launcher", each.foreign_names, each.foreign_tools, each.name)
-        for each in SUPPORTED
-        if each.foreign_names
+        ValueRow("spec.launcher", launcher.foreign_names, launcher.foreign_tools, launcher.name)
+        for launcher in SUPPORTED
+        if launcher.foreign_names
     )
     return (*(ValueRow(**row) for row in _table()["values"]), *launchers)
 

@@ -21,7 +21,7 @@ _LEAST = 3
 """Minimum names of another tool that make a document its configuration; fewer are reported one by one."""
 _WORKLOADS = frozenset({
     "CronJob", "Pod", "Deployment", "StatefulSet", "TFJob", "RayJob", "XGBoostJob", "PaddleJob", "JAXJob", "Workflow",
-    *(each.kind for each in LAUNCHERS),
+    *(launcher.kind for launcher in LAUNCHERS),
 })  # fmt: skip
 
 

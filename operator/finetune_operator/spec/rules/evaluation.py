@@ -30,7 +30,7 @@ def near_metric(name: str, known: Sequence[str]) -> str | None:
     bare = name.lower().removeprefix("eval_").replace("-", "_")
     bare = other_metric_names().get(bare, bare)
     candidates = [bare, *re.split(r"[_/@ ]", bare), *get_close_matches(bare, names, n=1)]
-    return next((names[each] for each in candidates if each in names), None)
+    return next((names[candidate] for candidate in candidates if candidate in names), None)
 
 
 def _metric_advice(name: str, task: Task, known: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from finetune_operator.spec.types import FineTuneJobSpec
 
 RESERVED_PREFIXES = (
     "finetune.dev/",
-    *dict.fromkeys(prefix for each in SUPPORTED for prefix in each.reserved.label_prefixes),
+    *dict.fromkeys(prefix for launcher in SUPPORTED for prefix in launcher.reserved.label_prefixes),
     "app.kubernetes.io/managed-by",
     "app.kubernetes.io/component",
 )

@@ -53,7 +53,7 @@ def _batch_fits(spec: FineTuneJobSpec) -> bool:
 def _batch_advice(spec: FineTuneJobSpec) -> str:
     batch, micro = value_of(spec, "training.globalBatchSize"), value_of(spec, "training.microBatchSize")
     ranks, unit = _ranks(spec), _batch_unit(spec)
-    near = " or ".join(str(each) for each in nearest_multiples(batch, unit))
+    near = " or ".join(str(multiple) for multiple in nearest_multiples(batch, unit))
     parts = [f"{ranks} ranks"] if ranks > 1 else []
     parts += [] if micro == "auto" else [f"{micro} row{'s' * (micro > 1)} per micro-batch"]
     smaller = ""

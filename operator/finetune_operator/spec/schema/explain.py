@@ -64,7 +64,7 @@ class Field:
         }
         if self.fields:
             found["fields"] = [
-                each.data(recursive=True) if recursive else _without_fields(each) for each in self.fields
+                field.data(recursive=True) if recursive else _without_fields(field) for field in self.fields
             ]
         return found
 
@@ -81,11 +81,11 @@ def find_field(written: str) -> Field:
     if parts and parts[0].lower() in (SINGULAR, PLURAL, SHORT_NAME, f"{PLURAL}.{GROUP}"):
         parts = parts[1:]
     found = _root()
-    top = {each.name for each in found.fields}
+    top = {field.name for field in found.fields}
     if parts and parts[0] not in top:
         parts = ["spec", *parts]
     for place, part in enumerate(parts):
-        inner = {each.name: each for each in found.fields}
+        inner = {field.name: field for field in found.fields}
         if part not in inner:
             raise NoSuchFieldError(_not_found(found, part, [*parts[:place]], top))
         found = inner[part]
@@ -132,7 +132,7 @@ def _type(schema: Schema) -> str:
 def _not_found(parent: Field, name: str, parents: list[str], top: set[str]) -> str:
     """Return the message for a field that its parent does not have, with a suggestion."""
     path = ".".join([*parents, name])
-    names = [each.name for each in parent.fields]
+    names = [field.name for field in parent.fields]
     near = difflib.get_close_matches(name, [*names, *(top if parents == ["spec"] else ())], n=1)
     if near:
         suggestion = near[0] if near[0] not in names else ".".join([*parents, near[0]])

@@ -210,10 +210,10 @@ def _cell(text: str) -> str:
 
 def launchers_table() -> str:
     """Return the table of docs/operator.md: the choices of `launcher: auto`, in their order."""
-    rows = [each for each in SUPPORTED if each.name in TRAINING]
+    rows = [launcher for launcher in SUPPORTED if launcher.name in TRAINING]
     lines = ["| launcher | object of the train stage | needs |", "|---|---|---|"]
-    for each in rows:
-        needs = "nothing" if each.built_in else each.installed_by.removeprefix("the ")
-        lines.append(f"| `{each.name}` | {each.manifest} | {needs} |")
+    for row in rows:
+        needs = "nothing" if row.built_in else row.installed_by.removeprefix("the ")
+        lines.append(f"| `{row.name}` | {row.manifest} | {needs} |")
     lines += ["", "`launcher: auto` selects the first of these that the API server serves."]
     return "\n".join(lines) + unsupported_note("refused as not yet supported", "`") + "\n"

@@ -43,7 +43,7 @@ def lacking(document: Mapping[str, Any]) -> tuple[str, ...]:
 
 def in_status(differences: tuple[str, ...]) -> tuple[str, ...]:
     """Return the differences without which the operator cannot record the state of a job."""
-    return tuple(each for each in differences if each.startswith("status"))
+    return tuple(difference for difference in differences if difference.startswith("status"))
 
 
 def listed(differences: tuple[str, ...]) -> str:

@@ -123,7 +123,7 @@ def _unsuitable(model: PreTrainedModel) -> str | None:
 def _layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the linear layers of the blocks by name."""
     module = cast("nn.Module", model)
-    return {each.name: module.get_submodule(each.name) for each in block_linears(module)}
+    return {linear.name: module.get_submodule(linear.name) for linear in block_linears(module)}
 
 
 def _copied(model: PreTrainedModel, quantized: Any) -> ForwardPass:

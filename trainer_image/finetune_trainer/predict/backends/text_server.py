@@ -182,12 +182,12 @@ class TextServer:
         made = cls(url, "", model.config, model.generation_config, cast(Any, model).device)
         listed = made._retried("/v1/models", None)
         entries = [
-            each for each in _items(listed, "data") if isinstance(each.get("id"), str) and not each.get("parent")
+            item for item in _items(listed, "data") if isinstance(item.get("id"), str) and not item.get("parent")
         ]
-        own = [each for each in entries if model.name_or_path in (each["id"], each.get("root"))]
+        own = [entry for entry in entries if model.name_or_path in (entry["id"], entry.get("root"))]
         chosen = entries if len(entries) == 1 else own
         if len(chosen) != 1:
-            names = ", ".join(str(each["id"])[:80] for each in entries[:5]) or "none"
+            names = ", ".join(str(entry["id"])[:80] for entry in entries[:5]) or "none"
             raise NotAvailable(f"{url} has the models {names}; start it with the job's model alone")
         made.name = chosen[0]["id"]
         return made
@@ -219,7 +219,7 @@ class TextServer:
             return Refusal("ServerRefusedRow", str(error))
         choices = _items(found, "choices")
         tokens = choices[0].get("token_ids") if choices else None
-        if not isinstance(tokens, list) or not all(isinstance(each, int) for each in tokens):
+        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
             raise NotAvailable(f"{self.url} returns no token ids (return_token_ids), as vLLM does from 0.10.2 on")
         ended = choices[0].get("stop_reason")
         # An end token that vLLM leaves out, as transformers keeps it.

@@ -28,9 +28,9 @@ _STATIC = files(__name__) / "static"
 _MEDIA = MappingProxyType({"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"})
 FILES: Mapping[str, tuple[bytes, str]] = MappingProxyType(
     {
-        each.name: (each.read_bytes(), f"{_MEDIA[each.name.rpartition('.')[2]]}; charset=utf-8")
-        for each in _STATIC.iterdir()
-        if each.name.rpartition(".")[2] in _MEDIA
+        entry.name: (entry.read_bytes(), f"{_MEDIA[entry.name.rpartition('.')[2]]}; charset=utf-8")
+        for entry in _STATIC.iterdir()
+        if entry.name.rpartition(".")[2] in _MEDIA
     }
 )
 """Name of each file that the page loads from `/page/NAME` -> its content and its media type."""

@@ -102,7 +102,7 @@ def wanted_as_bytes(body: Mapping[str, Any]) -> Callable[[str], bool]:
     RequestError 400 for values other than true and false.
     """
     default = _flag(body, "binary_data_output", False)
-    own = {each["name"]: _flag(each, "binary_data", default) for each in body.get("outputs") or ()}
+    own = {output["name"]: _flag(output, "binary_data", default) for output in body.get("outputs") or ()}
     return lambda name: own.get(name, default)
 
 

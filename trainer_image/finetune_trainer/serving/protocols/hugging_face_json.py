@@ -111,16 +111,16 @@ def classes(row: Row, top: int | None) -> list[dict[str, Any]]:
     scores = row["scores"]
     # Arrow has the labels as fields of a struct, or as pairs.
     pairs = list(scores.items() if isinstance(scores, Mapping) else scores)
-    return [{"label": name, "score": score} for name, score in sorted(pairs, key=lambda each: -each[1])][:top]
+    return [{"label": name, "score": score} for name, score in sorted(pairs, key=lambda pair: -pair[1])][:top]
 
 
 def entities(row: Row, text: str) -> list[dict[str, Any]]:
     """Return entities with the characters where they begin and end."""
     words = words_of(text)
     found = []
-    for each in row["entities"]:
-        start, end = words[each["first"]].start(), words[each["last"]].end()
-        named = {"entity_group": each["type"], "score": each["score"], "word": text[start:end]}
+    for entity in row["entities"]:
+        start, end = words[entity["first"]].start(), words[entity["last"]].end()
+        named = {"entity_group": entity["type"], "score": entity["score"], "word": text[start:end]}
         found.append({**named, "start": start, "end": end})
     return found
 

@@ -63,10 +63,10 @@ def outputs_of(body: Mapping[str, Any]) -> tuple[str, ...]:
     if outputs is None:
         return ()
     if not isinstance(outputs, list) or not all(
-        isinstance(each, dict) and isinstance(each.get("name"), str) for each in outputs
+        isinstance(output, dict) and isinstance(output.get("name"), str) for output in outputs
     ):
         raise RequestError(400, "outputs must be a list of objects with name.")
-    return tuple(each["name"] for each in outputs)
+    return tuple(output["name"] for output in outputs)
 
 
 def answer_of(
@@ -81,11 +81,11 @@ def answer_of(
     outputs = []
     for name in dict.fromkeys(requested) or rows[0]:
         values = [row[name] for row in rows]
-        if all(isinstance(each, float) for each in values):
+        if all(isinstance(value, float) for value in values):
             kind = "FP64"
         else:
             kind = "BYTES"
-            values = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values]
+            values = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
         outputs.append({"name": name, "datatype": kind, "shape": [len(values)], "data": values})
     body = {"model_name": model, "model_version": version, "outputs": outputs}
     return body if identity is None else {**body, "id": identity}

@@ -166,7 +166,7 @@ class CompletionJson:
             {"index": at, **each, "logprobs": None, "finish_reason": how.reason} for at, (each, how) in enumerate(ended)
         ]
         kind = "chat.completion" if self._chat else "text_completion"
-        usage = _used(prompt_tokens, sum(each.tokens for each in finishes))
+        usage = _used(prompt_tokens, sum(finish.tokens for finish in finishes))
         return {**self._head, "object": kind, "choices": choices, "usage": usage}
 
     def piece(self, text: str) -> bytes:

@@ -47,8 +47,8 @@ class DividedOptimizer(ModelParallel):
         """Deal the weights out to the data ranks, which all deal alike, and have gradients reduced to their owners; the
         others free theirs.
         """
-        self._weights = [each for each in model.parameters() if each.requires_grad]
-        self._owners = owners_of([local_part(each).numel() for each in self._weights], self.shape.data)
+        self._weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._owners = owners_of([local_part(weight).numel() for weight in self._weights], self.shape.data)
         here = self.shape.data_rank(distributed.get_rank())
         self._mine = frozenset(
             id(each) for each, owner in zip(self._weights, self._owners, strict=True) if owner == here
@@ -58,8 +58,8 @@ class DividedOptimizer(ModelParallel):
     def assert_in_effect(self, placed: Placed) -> None:
         """Expect what model parallelism has, and each weight with one data rank that steps it."""
         super().assert_in_effect(placed)
-        stepped = {id(each) for group in placed.optimizer.param_groups for each in group["params"]}
-        counted = torch.tensor([id(each) in stepped for each in self._weights], dtype=torch.int32)
+        stepped = {id(param) for group in placed.optimizer.param_groups for param in group["params"]}
+        counted = torch.tensor([id(weight) in stepped for weight in self._weights], dtype=torch.int32)
         distributed.all_reduce(counted, group=self._replica_group)
         wrong = sum(count != 1 for count in counted.tolist())
         found = f"{wrong} of {len(self._weights)} weights are not stepped by exactly one data rank"
@@ -72,7 +72,7 @@ class DividedOptimizer(ModelParallel):
 
     def stepped_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the groups with the weights of this owner."""
-        return [{**group, "params": [each for each in group["params"] if self._steps(each)]} for group in groups]
+        return [{**group, "params": [param for param in group["params"] if self._steps(param)]} for group in groups]
 
     @torch.no_grad()
     def share_weights(self) -> None:

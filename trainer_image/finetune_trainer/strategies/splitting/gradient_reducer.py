@@ -75,9 +75,9 @@ class GradientReducer:
         self._held = False
         self._next = 0
         self._on_its_way: list[_OnItsWay] = []
-        for each in self.weights:
-            if id(each) not in self.late:
-                each.register_post_accumulate_grad_hook(self._added)  # type: ignore[no-untyped-call]
+        for weight in self.weights:
+            if id(weight) not in self.late:
+                weight.register_post_accumulate_grad_hook(self._added)  # type: ignore[no-untyped-call]
 
     def _arrange(self, late: frozenset[int]) -> None:
         """Put the weights in buckets, those with the ids `late` behind all others."""
@@ -109,7 +109,7 @@ class GradientReducer:
         wait for the device.
         """
         self.early = self._next
-        used = torch.tensor([each.grad is not None for each in self.weights], dtype=torch.int32)
+        used = torch.tensor([weight.grad is not None for weight in self.weights], dtype=torch.int32)
         while self._next < len(self.buckets):
             self._launch()
         distributed.all_reduce(used, op=distributed.ReduceOp.MAX, group=self.group)
@@ -147,13 +147,13 @@ class GradientReducer:
         """Begin to reduce the next bucket."""
         bucket = self.buckets[self._next]
         self._next += 1
-        gradients = [self.local_gradient(each) for each in bucket.weights]
+        gradients = [self.local_gradient(weight) for weight in bucket.weights]
         if len(gradients) == 1 and gradients[0].is_contiguous():
             flat, parts = gradients[0], []
         else:
             while self._on_its_way and self._copied + bucket.elements > AVERAGED_ELEMENTS:
                 self._complete()
-            flat, parts = torch.cat([each.flatten() for each in gradients]), gradients
+            flat, parts = torch.cat([gradient.flatten() for gradient in gradients]), gradients
         flat /= self.ranks
         work: Any
         if bucket.owner is None:
@@ -171,8 +171,8 @@ class GradientReducer:
         one = self._on_its_way.pop(0)
         one.work.wait()
         if one.bucket.owner not in (None, distributed.get_group_rank(self.group, distributed.get_rank())):
-            for each in one.bucket.weights:
-                each.grad = None
+            for weight in one.bucket.weights:
+                weight.grad = None
         elif one.parts:
             copy_parts(one.flat, one.parts)
 

@@ -219,7 +219,7 @@ class ModelParallel(FullState):
             expect(shards == self.shape.tensor, self._label, "WrongMesh", wrong)
         if self.pipeline is not None:
             self._assert_in_stages(held)
-        stepped = {id(each) for group in placed.optimizer.param_groups for each in group["params"]}
+        stepped = {id(param) for group in placed.optimizer.param_groups for param in group["params"]}
         mine = {name: each for name, each in held.items() if each.requires_grad and self._steps(each)}
         lost = [name for name, each in mine.items() if id(each) not in stepped]
         expect(not lost, self._label, "NotOptimized", f"the optimizer lacks {lost[:1]}")
@@ -253,7 +253,7 @@ class ModelParallel(FullState):
 
     def _overlap(self, model: PreTrainedModel) -> None:
         """Have the gradients of `model` averaged over the replicas while backward passes run."""
-        self._reduce(model, [each for each in model.parameters() if each.requires_grad], None)
+        self._reduce(model, [parameter for parameter in model.parameters() if parameter.requires_grad], None)
 
     def _reduce(
         self, model: PreTrainedModel, weights: Sequence[torch.nn.Parameter], owners: Sequence[int] | None

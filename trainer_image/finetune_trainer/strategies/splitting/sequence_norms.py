@@ -37,7 +37,7 @@ def sliced_plan(plan: Mapping[str, str], model: PreTrainedModel, summed: str) ->
     ends = (".o_proj", ".down_proj")
     changed = {name: _TO_SLICES if name.endswith(ends) else style for name, style in plan.items()}
     body = model.base_model_prefix
-    norms = [name for name, _ in model.named_parameters() if name.endswith(tuple(f".{each}.weight" for each in _NORMS))]
+    norms = [name for name, _ in model.named_parameters() if name.endswith(tuple(f".{norm}.weight" for norm in _NORMS))]
     return {**changed, **dict.fromkeys([*norms, f"{body}.norm.weight"], summed)}
 
 

@@ -141,7 +141,7 @@ class InHostMemory:
                 module.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:
-        self._running.append([_storage(each) for each in module.parameters(recurse=False)])
+        self._running.append([_storage(parameter) for parameter in module.parameters(recurse=False)])
         self._weights.update(self._running[-1])
 
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -204,7 +204,7 @@ class _WeightCasts(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in _PRODUCTS:
-            args = tuple(self._cast(each) if isinstance(each, nn.Parameter) else each for each in args)
+            args = tuple(self._cast(arg) if isinstance(arg, nn.Parameter) else arg for arg in args)
         return func(*args, **(kwargs or {}))
 
     def _cast(self, weight: nn.Parameter) -> torch.Tensor:

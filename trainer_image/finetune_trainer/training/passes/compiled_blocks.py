@@ -60,12 +60,12 @@ class CompiledBlocks:
             return {}
         from torch._dynamo.utils import get_compilation_metrics
 
-        tried = [each for each in get_compilation_metrics() if each.co_name is not None]
+        tried = [metric for metric in get_compilation_metrics() if metric.co_name is not None]
         metrics = [each for each in tried if not each.fail_type]
         failed = [each for each in tried if each.fail_type]
         for each in failed:
             log.warning("torch.compile failed for %s, which ran uncompiled: %s", each.co_name, each.fail_reason)
-        again = [each for each in metrics if each.recompile_reason]
+        again = [metric for metric in metrics if metric.recompile_reason]
         for each in again:
             log.info("torch.compile compiled %s again: %s", each.co_name, each.recompile_reason)
         counts = {"compilations": len(metrics), "recompilations": len(again)}

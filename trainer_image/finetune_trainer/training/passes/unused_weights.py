@@ -33,7 +33,7 @@ def may_leave_weights_unused(model: PreTrainedModel, loss_of: LossOf) -> bool:
         used = _leaves(loss_of(model))
     finally:
         model.train(training)
-    return any(each.requires_grad and id(each) not in used for each in model.parameters())
+    return any(parameter.requires_grad and id(parameter) not in used for parameter in model.parameters())
 
 
 def _chooses(model: PreTrainedModel) -> bool:

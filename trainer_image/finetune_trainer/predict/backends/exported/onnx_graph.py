@@ -100,7 +100,7 @@ def _exported(model: PreTrainedModel, sample: Sequence[Batch]) -> Callable[[Path
         except Exception as error:  # the exporter raises the errors of the model's own code
             raise NotAvailable(f"the model cannot be exported: {first_line(error)}") from error
     assert program is not None
-    apart = sum(each.numel() * each.element_size() for each in whole.parameters()) > _ONE_FILE_BYTES
+    apart = sum(parameter.numel() * parameter.element_size() for parameter in whole.parameters()) > _ONE_FILE_BYTES
     return lambda path: program.save(path, external_data=apart)
 
 

@@ -77,7 +77,7 @@ class OnnxRuntimePass:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         inputs, outputs = session.get_inputs(), session.get_outputs()
-        return cls(session, tuple(each.name for each in inputs), tuple(each.name for each in outputs))
+        return cls(session, tuple(each.name for each in inputs), tuple(output.name for output in outputs))
 
     def __call__(self, **inputs: torch.Tensor) -> SimpleNamespace:
         """Answer one batch."""
