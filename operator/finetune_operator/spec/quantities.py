@@ -38,7 +38,8 @@ def size_hint(text: str, least: str, usual: str) -> str:
         return f"write a size such as {usual}"
     units = ("Mi", "Gi") if found[2] or int(found[1]) >= 1024 else ("Gi",)
     candidates = (f"{found[1]}{unit}" for unit in units)
-    return f"write {next((candidate for candidate in candidates if parse_quantity(candidate) >= parse_quantity(least)), usual)}"
+    large = (candidate for candidate in candidates if parse_quantity(candidate) >= parse_quantity(least))
+    return f"write {next(large, usual)}"
 
 
 def human_seconds(seconds: float) -> str:
