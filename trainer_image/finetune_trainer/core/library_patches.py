@@ -12,6 +12,7 @@ and has no way back.
 
 from __future__ import annotations
 
+import atexit
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -56,6 +57,7 @@ _in_force: dict[Patch[...], tuple[object, object]] = {}
 """Patch -> its values."""
 _scopes = [ExitStack()]
 """Removals, innermost scope last; the first scope is the process."""
+atexit.register(_scopes[0].close)  # before Python takes the modules apart, in which a removal would fail aloud
 
 
 @contextmanager
