@@ -122,9 +122,9 @@ def run(
       finetune-operator run --kubeconfig ~/.kube/config --context kind-test --no-leader-election
     """
     _set_up_logs(log_format, log_level)
-    chosen = _settings(settings) if settings is not None else CLUSTER_SETTINGS
+    effective = _settings(settings) if settings is not None else CLUSTER_SETTINGS
     if namespace:
-        chosen = chosen.model_copy(update={"namespaces": tuple(dict.fromkeys(namespace))})
+        effective = effective.model_copy(update={"namespaces": tuple(dict.fromkeys(namespace))})
     home = own or own_namespace()
     if home is None and leader_election:
         _usage("outside of a cluster, give --own-namespace, or --no-leader-election for a single process")
@@ -138,7 +138,7 @@ def run(
         webhook_port, webhook_configuration, webhook_certificate, webhook_clients, tuple(webhook_client_name or ())
     )
     options = Options(
-        chosen, home or "", kubeconfig, context, leader_election, workers, listen, http_port, progress_port, webhook
+        effective, home or "", kubeconfig, context, leader_election, workers, listen, http_port, progress_port, webhook
     )
     try:
         asyncio.run(run_operator(options, decide))

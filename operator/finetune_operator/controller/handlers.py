@@ -86,8 +86,8 @@ async def validate(name: str, namespace: str | None, warnings: list[str], memo: 
     (controller/servers/webhook.py): nothing here may be awaited that belongs to the operator's.
     """
     new, old = [dict(kwargs[one]) if kwargs[one] is not None else None for one in ("new", "old")]
-    problems, found = memo.operator.judge(Request(kwargs["operation"], namespace or "", name or "", new, old))
-    warnings.extend(found)
+    problems, notices = memo.operator.judge(Request(kwargs["operation"], namespace or "", name or "", new, old))
+    warnings.extend(notices)
     if problems:
         raise kopf.AdmissionError(problems_text(problems), code=422)
 
@@ -95,8 +95,8 @@ async def validate(name: str, namespace: str | None, warnings: list[str], memo: 
 @kopf.on.probe(id="faults")
 async def faults(memo: kopf.Memo, **_: Any) -> list[str]:
     """Return what has to run for ever and has ended, each of which is a bug: /healthz then fails."""
-    found: list[str] = memo.operator.faults()
-    return found
+    ended: list[str] = memo.operator.faults()
+    return ended
 
 
 @kopf.on.cleanup(errors=kopf.ErrorsMode.PERMANENT)

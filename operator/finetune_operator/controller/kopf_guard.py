@@ -137,8 +137,8 @@ class KopfConnection:
                 # The list has to begin again, which kopf does for this error and not for a 410.
                 raise aiohttp.ClientPayloadError(str(error)) from error
             self._limits[path] = min(wanted, 2 * limit)
-            found = page.get("items")
-            self._waiting[plural] += len(found) if isinstance(found, list) else 0
+            items = page.get("items")
+            self._waiting[plural] += len(items) if isinstance(items, list) else 0
             if "continue" not in query:
                 self._listed(path)
             return page

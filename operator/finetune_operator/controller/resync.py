@@ -121,9 +121,9 @@ class Resync:
             except ApiError as error:
                 log.debug("cannot discover the served kinds, retrying: %s", error)
                 continue
-            found = self._discovery.resources, self._discovery.endpoint_extensions
-            if found != known:
-                known = found
+            served = self._discovery.resources, self._discovery.endpoint_extensions
+            if served != known:
+                known = served
                 for key in waiting:
                     self._state.queue.add(key)
 

@@ -192,9 +192,9 @@ def _repair_hint(
     from finetune_operator.documents.repairs import repair
 
     begin = mark.line if mark is not None and context is None else 0 if context is None else context.line
-    found = None if mark is None or len(text) > _LONGEST_REPAIRED else repair(text, mark.line, begin, _error_line)
-    if found is not None:
-        return found.hint(first_line), found.text
+    fix = None if mark is None or len(text) > _LONGEST_REPAIRED else repair(text, mark.line, begin, _error_line)
+    if fix is not None:
+        return fix.hint(first_line), fix.text
     return next((hint for sign, hint in _SYNTAX_HINTS if sign in rule), "correct the YAML at this line"), None
 
 

@@ -43,36 +43,36 @@ def repair(text: str, line: int, begin: int, furthest: Callable[[str], int | Non
     line = min(line, len(lines) - 1)
     near = [at for at in dict.fromkeys((line, line - 1, begin)) if at >= 0]
     repairs = chain(
-        *(_spaced(lines, at) for at in near),
-        _without_tabs(lines, line),
-        *(_closed(lines, at) for at in near),
+        *(_space_repairs(lines, at) for at in near),
+        _tab_repairs(lines, line),
+        *(_closing_repairs(lines, at) for at in near),
     )
-    for each in islice(repairs, _MOST_TRIED):
-        reached = furthest(each.text)
-        if reached is None or reached > max(line, each.line):
-            return each
+    for candidate in islice(repairs, _MOST_TRIED):
+        reached = furthest(candidate.text)
+        if reached is None or reached > max(line, candidate.line):
+            return candidate
     return None
 
 
-def _repair(lines: Sequence[str], at: int, hint: str, new: str) -> Repair:
+def _line_repair(lines: Sequence[str], at: int, hint: str, new: str) -> Repair:
     """Return the repair that puts `new` in place of a line, whose number is the first `@` in the hint."""
     text = "\n".join([*lines[:at], new, *lines[at + 1 :]])
     return Repair(at, lambda first: hint.replace("@", str(first + at), 1), text)
 
 
-def _spaced(lines: Sequence[str], at: int) -> Iterator[Repair]:
+def _space_repairs(lines: Sequence[str], at: int) -> Iterator[Repair]:
     """Yield a space after a colon."""
-    if found := _NO_SPACE.match(lines[at]):
-        fixed = f"{found['name']}: {found['value']}"
-        yield _repair(lines, at, f"put a space after the colon in line @: {fixed}", f"{found['begin']}{fixed}")
+    if match := _NO_SPACE.match(lines[at]):
+        fixed = f"{match['name']}: {match['value']}"
+        yield _line_repair(lines, at, f"put a space after the colon in line @: {fixed}", f"{match['begin']}{fixed}")
 
 
-def _closed(lines: Sequence[str], at: int) -> Iterator[Repair]:
+def _closing_repairs(lines: Sequence[str], at: int) -> Iterator[Repair]:
     """Yield the line with the quote, or the brackets and braces, that it leaves open."""
     bare = lines[at].rstrip()
     for quote in ('"', "'"):
         if bare.count(quote) % 2:
-            yield _repair(lines, at, f"close the quote in line @, with {quote}", bare + quote)
+            yield _line_repair(lines, at, f"close the quote in line @, with {quote}", bare + quote)
     missing: list[str] = []
     for letter in bare:
         if letter in _CLOSING:
@@ -81,14 +81,14 @@ def _closed(lines: Sequence[str], at: int) -> Iterator[Repair]:
             missing.pop()
     if missing:
         signs = "".join(reversed(missing))
-        yield _repair(lines, at, f"close what line @ opens, with {signs}", bare + signs)
+        yield _line_repair(lines, at, f"close what line @ opens, with {signs}", bare + signs)
 
 
-def _without_tabs(lines: Sequence[str], line: int) -> Iterator[Repair]:
+def _tab_repairs(lines: Sequence[str], line: int) -> Iterator[Repair]:
     """Yield spaces in place of the tabs at the start of lines: as many as put the first in the column of the next line
     with spaces or below the line above, then usual numbers.
     """
-    tabbed = [at for at, each in enumerate(lines) if "\t" in each[: len(each) - len(each.lstrip())]]
+    tabbed = [at for at, text in enumerate(lines) if "\t" in text[: len(text) - len(text.lstrip())]]
     if line not in tabbed:
         return
 
@@ -98,11 +98,11 @@ def _without_tabs(lines: Sequence[str], line: int) -> Iterator[Repair]:
         return f"indent with spaces: {named}{more} {'begin' if tabbed[1:] else 'begins'} with a tab"
 
     above = next((_indent(lines[at]) for at in range(line - 1, -1, -1) if lines[at].strip()), 0)
-    after = next((_indent(each) for each in lines[line:] if each.strip() and not each.startswith("\t")), 0)
+    after = next((_indent(text) for text in lines[line:] if text.strip() and not text.startswith("\t")), 0)
     tabs = max(1, lines[line].count("\t", 0, len(lines[line]) - len(lines[line].lstrip())))
     columns = [after] if after > above else []
     for width in dict.fromkeys([*(column // tabs for column in (*columns, above + 2)), 8, 4, 2]):
-        yield Repair(line, hint, "\n".join(_expanded(each, width) for each in lines))
+        yield Repair(line, hint, "\n".join(_expanded(text, width) for text in lines))
 
 
 def _indent(line: str) -> int:

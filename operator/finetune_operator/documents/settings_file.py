@@ -29,9 +29,9 @@ def read_settings_file(file: Path) -> Settings:
         raise SettingsError(tuple(f"{file}:{problem.line}: {problem.rule}" for problem in problems))
     if len(documents) > 1:
         raise SettingsError((f"{file}: must have one document, not {len(documents)}",))
-    settings, found = check_settings(documents[0].value if documents else None)
+    settings, setting_problems = check_settings(documents[0].value if documents else None)
     if settings is None:
-        raise SettingsError(tuple(_format_problem(file, problem) for problem in found))
+        raise SettingsError(tuple(_format_problem(file, problem) for problem in setting_problems))
     return settings
 
 

@@ -113,11 +113,11 @@ def _choose_optimization(draft: Draft, endpoint: EndpointSpec) -> Draft:
             "leave it out, or set spec.resources.gpusPerNode to 0",
             "NotSupported",
         )
-    chosen: Optimization = "measured" if asked == "auto" else asked
+    optimization: Optimization = "measured" if asked == "auto" else asked
     if asked == "auto" and not (on_cpu and draft.spec.task in BACKEND_TASKS):
         why = "the job serves on a GPU" if not on_cpu else f"only {', '.join(BACKEND_TASKS)} can be computed otherwise"
         return draft.because(f"servers compute the model as it is: {why} (spec.endpoint.optimization is auto)")
-    draft = draft.with_inference(serve_optimization=chosen)
+    draft = draft.with_inference(serve_optimization=optimization)
     if not judged_optimization(draft):
         return draft
     how = "the optimization that the evaluation chooses" if asked == "auto" else f"the optimization {asked}"
@@ -126,12 +126,12 @@ def _choose_optimization(draft: Draft, endpoint: EndpointSpec) -> Draft:
 
 def judged_optimization(draft: Draft) -> dict[str, Any]:
     """Return the optimization fields of the evaluation: those of the servers if a gate decides on them, else none."""
-    endpoint, evaluation, chosen = draft.spec.endpoint, draft.spec.evaluation, draft.inference.serve_optimization
-    if endpoint is None or chosen == "none" or evaluation is None or evaluation.gate is None:
+    endpoint, evaluation, optimization = draft.spec.endpoint, draft.spec.evaluation, draft.inference.serve_optimization
+    if endpoint is None or optimization == "none" or evaluation is None or evaluation.gate is None:
         return {}
     if not {Stage.EVALUATE, Stage.SERVE} <= set(draft.stages):
         return {}
-    return {"optimization": chosen, "tolerance": endpoint.tolerance}
+    return {"optimization": optimization, "tolerance": endpoint.tolerance}
 
 
 def _checked_adapters(draft: Draft, endpoint: EndpointSpec) -> Draft:
@@ -211,10 +211,10 @@ def _takes(draft: Draft, endpoint: EndpointSpec, vllm: VllmServer | None) -> tup
 
 def _ceilings(requests: dict[str, str], limits: dict[str, str]) -> dict[str, str]:
     """Return limits for resources without any. KServe would set 1 CPU and 2Gi, which may be below the requests."""
-    found = {name: requests[name] for name in ("cpu",) if name not in limits}
+    ceilings = {name: requests[name] for name in ("cpu",) if name not in limits}
     if "memory" not in limits:
-        found["memory"] = memory_request(MEMORY_CEILING * math.ceil(parse_quantity(requests["memory"])))
-    return found
+        ceilings["memory"] = memory_request(MEMORY_CEILING * math.ceil(parse_quantity(requests["memory"])))
+    return ceilings
 
 
 def _cost_per_hour(draft: Draft, replicas: int, server_gpus: int) -> float | None:

@@ -81,8 +81,8 @@ def read_review(body: bytes) -> dict[str, Any]:
         _Review.model_validate(review)
     except ValueError as error:
         raise NoReviewError("the body is not an AdmissionReview of admission.k8s.io/v1 about a FineTuneJob") from error
-    found: dict[str, Any] = review
-    return found
+    checked: dict[str, Any] = review
+    return checked
 
 
 @dataclass(frozen=True)
@@ -159,15 +159,15 @@ def _written(spec: FineTuneJobSpec) -> Iterator[tuple[str, str]]:
 
 def refusal(name: str, problems: Iterable[Problem]) -> dict[str, JsonValue]:
     """Return the Status that the API server has for a spec that its schema refuses: one cause for each field."""
-    found = tuple(problems)
+    all_problems = tuple(problems)
     causes: list[JsonValue] = [
         # kubectl puts the field before each.
         {"reason": "FieldValueInvalid", "field": one.path, "message": problems_text((replace(one, path=""),))}
-        for one in found
+        for one in all_problems
     ]
     return {
         "code": 422,
         "reason": "Invalid",
-        "message": problems_text(found),
+        "message": problems_text(all_problems),
         "details": {"name": name, "kind": "FineTuneJob", "causes": causes},
     }

@@ -128,8 +128,10 @@ def plan_ratios(job: JobView, after: FineTuneJobStatus) -> tuple[tuple[str, Plan
     strategy = check.strategy.partition("+")[0]
     if strategy.startswith("fsdp-"):
         strategy = "fsdp"  # in whatever way it shards
-    found: dict[PlanFigure, ComparisonStatus | None] = {"memory": check.memory, "step_time": check.step_time}
-    return tuple((strategy, name, each.ratio) for name, each in found.items() if each is not None)
+    comparisons: dict[PlanFigure, ComparisonStatus | None] = {"memory": check.memory, "step_time": check.step_time}
+    return tuple(
+        (strategy, name, comparison.ratio) for name, comparison in comparisons.items() if comparison is not None
+    )
 
 
 def _increase(then: float | None, now: float | None) -> float:

@@ -163,11 +163,11 @@ def job_view(
         job, problems = before.job, before.problems
     else:
         try:
-            job, found = (validate or validate_job)(document, settings)
+            job, all_problems = (validate or validate_job)(document, settings)
         except Exception as error:
             # A bug that one object triggers must not keep the operator from all others.
-            job, found = None, [_validation_failure(error)]
-        problems = _kept(found)
+            job, all_problems = None, [_validation_failure(error)]
+        problems = _kept(all_problems)
         if job is not None:
             job = job.model_copy(update={"metadata": job.metadata.model_copy(update={"annotations": {}})})
     return JobView(
@@ -212,11 +212,11 @@ def _marks(meta: Meta) -> str:
     return hashlib.sha256(json.dumps(_marked(meta), sort_keys=True).encode()).hexdigest()
 
 
-def _kept(found: Sequence[Problem]) -> tuple[Problem, ...]:
+def _kept(problems: Sequence[Problem]) -> tuple[Problem, ...]:
     """Return the first problems and the number of the others: as much as a condition shows."""
-    kept = [replace(problem, path=shortened(problem.path, LONGEST_PATH)) for problem in found[:MAX_PROBLEMS]]
-    if more := len(found) - len(kept):
-        rule = f"has {more} more problem{'s' * (more > 1)}{' or more' * (len(found) >= MOST_PROBLEMS)}"
+    kept = [replace(problem, path=shortened(problem.path, LONGEST_PATH)) for problem in problems[:MAX_PROBLEMS]]
+    if more := len(problems) - len(kept):
+        rule = f"has {more} more problem{'s' * (more > 1)}{' or more' * (len(problems) >= MOST_PROBLEMS)}"
         kept.append(Problem("", None, rule, "run finetune validate to list them"))
     return tuple(kept)
 
@@ -301,14 +301,14 @@ def _index(labels: Mapping[str, str]) -> int | None:
     """Return the node rank. A pod that starts the ranks may have an index too, and is no node."""
     if any(labels.get(label) == value for label, value in _STARTERS):
         return None
-    found = next((labels[label] for label in _INDEX_LABELS if label in labels), "")
-    return int(found) if found.isascii() and found.isdecimal() else None
+    text = next((labels[label] for label in _INDEX_LABELS if label in labels), "")
+    return int(text) if text.isascii() and text.isdecimal() else None
 
 
 def _lost_before(annotations: Mapping[str, str]) -> int:
     """Return the failures of the pod's index as the Job counts them, without those that its policy ignores."""
-    found = annotations.get(FAILURES_ANNOTATION, "")
-    return int(found) if found.isascii() and found.isdecimal() and len(found) < MOST_DIGITS else 0
+    text = annotations.get(FAILURES_ANNOTATION, "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < MOST_DIGITS else 0
 
 
 def _waiting(raw: RawPod) -> Waiting | None:
@@ -361,15 +361,15 @@ def wanted_logs(job: JobView, observed: Observed, now: datetime, settings: Setti
     if newest is None:
         return ()
     every = _pods_of(newest, job, observed)
-    own = pods_with_cause(newest, every) if newest.state == "Failed" else current_pods(newest, every)
+    pods = pods_with_cause(newest, every) if newest.state == "Failed" else current_pods(newest, every)
     # A deleted pod has no log to read.
     failed = sorted(
-        (pod for pod in own if pod.phase == "Failed" and not pod.deleted), key=lambda pod: (_ended_at(pod), pod.name)
+        (pod for pod in pods if pod.phase == "Failed" and not pod.deleted), key=lambda pod: (_ended_at(pod), pod.name)
     )
-    cause = _pod_with_cause(newest, own)
+    cause = _pod_with_cause(newest, pods)
     first = [cause] if cause is not None and cause.over and not cause.deleted else []
     gap = progress_gap(job, observed, settings, newest.stage, newest.attempt)
-    hung = pods_to_read_logs_from(own) if gap is not None and gap.until <= now else ()
+    hung = pods_to_read_logs_from(pods) if gap is not None and gap.until <= now else ()
     wanted = dict.fromkeys(pod.name for pod in (*first, *failed, *hung))
     known = {name for name, _ in observed.logs}
     return tuple(name for name in list(wanted)[:MOST_LOGS] if name not in known)
@@ -382,10 +382,12 @@ def pods_being_deleted(job: JobView, observed: Observed) -> tuple[str, ...]:
     newest = _newest(job, observed)
     if newest is None:
         return ()
-    own = [
+    deleting = [
         pod for pod in _pods_of(newest, job, observed) if pod.deleting_since is not None and pod.started_at is not None
     ]
-    first = sorted((pod for pod in own if not pod.over), key=lambda pod: (pod.deleting_since, pod.index or 0, pod.name))
+    first = sorted(
+        (pod for pod in deleting if not pod.over), key=lambda pod: (pod.deleting_since, pod.index or 0, pod.name)
+    )
     known = {name for name, _ in observed.last_logs}
     return tuple(pod.name for pod in first[:MOST_LOGS] if pod.name not in known)[: MOST_LOGS - len(known)]
 

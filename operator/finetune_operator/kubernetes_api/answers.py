@@ -48,15 +48,15 @@ class Page:
 
 def page_of(request: str, resource: Resource, answer: Manifest, *, first: bool) -> Page:
     """Return the page, each item with its kind, which built-in lists leave out. UnavailableError for no list."""
-    metadata, found = answer.get("metadata"), answer.get("items") or []
+    metadata, raw_items = answer.get("metadata"), answer.get("items") or []
     try:
         assert isinstance(metadata, dict)
-        assert isinstance(found, list)
+        assert isinstance(raw_items, list)
         version = int(str(metadata["resourceVersion"]))
     except (AssertionError, KeyError, ValueError) as error:
         raise UnavailableError(request, 0, "", "the answer is not a list") from error
     named = {"apiVersion": resource.api_version, "kind": resource.kind}
-    items = [{**named, **item} for item in found if isinstance(item, dict)]
+    items = [{**named, **item} for item in raw_items if isinstance(item, dict)]
     return Page(items, version, first, str(metadata.get("continue") or ""))
 
 
@@ -64,13 +64,13 @@ def event_of(request: str, resource: Resource, value: JsonValue) -> WatchEvent:
     """Return the event. Raise the error that it holds; UnavailableError if it is no event."""
     read: Any = value
     try:
-        kind, found = read["type"], read["object"]
+        kind, manifest = read["type"], read["object"]
         if kind == "ERROR":
-            raise error_of(request, int(found.get("code", 500)), json.dumps(found).encode())
-        version = int(found["metadata"]["resourceVersion"])
+            raise error_of(request, int(manifest.get("code", 500)), json.dumps(manifest).encode())
+        version = int(manifest["metadata"]["resourceVersion"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnavailableError(request, 0, "", "a line of the watch cannot be read") from error
-    return WatchEvent(kind, {"apiVersion": resource.api_version, "kind": resource.kind, **found}, version)
+    return WatchEvent(kind, {"apiVersion": resource.api_version, "kind": resource.kind, **manifest}, version)
 
 
 class Lines:

@@ -131,10 +131,10 @@ class KubernetesClient:
     async def serves(self, resource: Resource) -> bool:
         """Return whether the API server serves the resource."""
         try:
-            found = await self.document(f"/apis/{resource.api_version}", f"{resource.plural}/discovery")
+            discovery = await self.document(f"/apis/{resource.api_version}", f"{resource.plural}/discovery")
         except errors.NotFoundError:
             return False
-        kinds = found.get("resources")
+        kinds = discovery.get("resources")
         return isinstance(kinds, list) and any(
             isinstance(kind, dict) and kind.get("name") == resource.plural for kind in kinds
         )
@@ -143,8 +143,10 @@ class KubernetesClient:
         """Return whether the API server lists the API group. Unlike `serves`, it does not fail while the server behind
         an aggregated API is down.
         """
-        found = (await self.document("/apis", "apis/discovery")).get("groups")
-        return isinstance(found, list) and any(isinstance(each, dict) and each.get("name") == group for each in found)
+        groups = (await self.document("/apis", "apis/discovery")).get("groups")
+        return isinstance(groups, list) and any(
+            isinstance(entry, dict) and entry.get("name") == group for entry in groups
+        )
 
     async def list_objects(
         self, resource: Resource, namespace: str | None = None, labels: str | None = None, fields: str | None = None

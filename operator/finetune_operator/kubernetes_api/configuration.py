@@ -54,8 +54,8 @@ async def configure(configuration: Any, kubeconfig: Path | None, context: str | 
         )
     except (config.ConfigException, YAMLError, OSError, KeyError, ValueError, TypeError) as error:
         raise NoClusterError(f"the kubeconfig {text} cannot be used: {in_one_line(error)}") from error
-    chosen: Mapping[str, Any] = loader.current_context.get("context") or {}
-    return str(chosen.get("namespace") or "default")
+    current: Mapping[str, Any] = loader.current_context.get("context") or {}
+    return str(current.get("namespace") or "default")
 
 
 def _check_context(text: str, context: str | None) -> None:

@@ -112,6 +112,6 @@ def _with_lengths(draft: Draft) -> Draft:
     draft = draft.with_basis(lengths=Lengths(limit, float(limit), sequences))
     if not draft.loops or split is not None:
         return draft
-    each = "every row is" if sequences == 1 else f"the {sequences} sequences of every row are"
+    subject = "every row is" if sequences == 1 else f"the {sequences} sequences of every row are"
     most = "the most it can have" if sequences == 1 else "the most they can have"
-    return draft.assuming(f"lengths: nothing is prepared yet; {each} taken to have {limit} tokens, {most}")
+    return draft.assuming(f"lengths: nothing is prepared yet; {subject} taken to have {limit} tokens, {most}")

@@ -120,8 +120,8 @@ def other_forms(job: FineTuneJob, facts: Facts, settings: Settings) -> tuple[Alt
     if training is None:
         return ()
     formed = formed_draft(job, facts, settings, scaled=training.precision == "fp16")
-    chosen = replace(formed, strategy=training.strategy, batch=training.batch, memory=made.memory)
-    return alternatives(replace(chosen, checkpoints=training.checkpoints))
+    planned = replace(formed, strategy=training.strategy, batch=training.batch, memory=made.memory)
+    return alternatives(replace(planned, checkpoints=training.checkpoints))
 
 
 def formed_draft(job: FineTuneJob, facts: Facts, settings: Settings, scaled: bool = True) -> Draft:

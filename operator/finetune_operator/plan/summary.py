@@ -85,9 +85,9 @@ def processes_text(processes: int, devices: int, tensor: int) -> str:
     """Describe the processes of a pod that evaluates or predicts, e.g. `2 processes x 4 GPUs`, or `8 processes x 1 GPU,
     4 for each model`; without GPUs if there are no `devices`.
     """
-    each = f" x {devices} GPU{'s' * (devices > 1)}" if devices else ""
+    gpus = f" x {devices} GPU{'s' * (devices > 1)}" if devices else ""
     together = f", {tensor} for each model" if tensor > 1 else ""
-    return f"{processes} process{'es' * (processes > 1)}{each}{together}"
+    return f"{processes} process{'es' * (processes > 1)}{gpus}{together}"
 
 
 def _rows_note(plan: JobPlan) -> str:
@@ -100,10 +100,10 @@ def _adapter(plan: JobPlan, adapter: Adapter | None) -> tuple[Row, ...]:
     """Return rows about the adapter; none if all weights are trained."""
     if adapter is None:
         return ()
-    trained, own = trained_parameters(plan.model, adapter).trained, plan.model.parameters
+    trained, total = trained_parameters(plan.model, adapter).trained, plan.model.parameters
     layers = "all linear layers of the blocks" if adapter.target_modules is None else ", ".join(adapter.target_modules)
     words = f"rank {adapter.rank}, alpha {adapter.alpha:g}, dropout {adapter.dropout:g}, on {layers}"
-    share = f"{trained / own:.2%} of {human_count(own)} parameters"
+    share = f"{trained / total:.2%} of {human_count(total)} parameters"
     known = (Row("trainable", human_count(trained), share),) if plan.model.linear_layers else ()
     return (Row("adapter", adapter.method, words), *known)
 

@@ -1,8 +1,8 @@
 """Facts of each launcher, one row each.
 
 Validation, planning, discovery, RBAC, metrics, help and documentation read these rows, and none of them names a
-launcher itself. A module of `launchers.kinds` renders the manifest and reads the status. No module of ours is imported
-here, as `finetune --help` reads the rows.
+launcher itself. The launcher's folder in `jobs/launchers` renders the manifest and reads the status. No module of ours
+is imported here, as `finetune --help` reads the rows.
 """
 
 from __future__ import annotations
@@ -121,20 +121,20 @@ LAUNCHERS: tuple[Launcher, ...] = (
 )  # fmt: skip
 """Launchers in the order in which `spec.launcher: auto` prefers those that the API server serves."""
 
-SUPPORTED: tuple[Launcher, ...] = tuple(each for each in LAUNCHERS if each.supported)
-TRAINING: tuple[LauncherName, ...] = tuple(each.name for each in SUPPORTED if "train" in each.stages)
+SUPPORTED: tuple[Launcher, ...] = tuple(row for row in LAUNCHERS if row.supported)
+TRAINING: tuple[LauncherName, ...] = tuple(row.name for row in SUPPORTED if "train" in row.stages)
 """Supported launchers of a training, in order of preference."""
-BUILT_IN: tuple[LauncherName, ...] = tuple(each.name for each in SUPPORTED if each.built_in)
-ENGINES: tuple[LauncherName, ...] = tuple(each.name for each in SUPPORTED if each.engine is not None)
+BUILT_IN: tuple[LauncherName, ...] = tuple(row.name for row in SUPPORTED if row.built_in)
+ENGINES: tuple[LauncherName, ...] = tuple(row.name for row in SUPPORTED if row.engine is not None)
 """Launchers selected by the engine of a stage."""
-LONGEST_POD_SUFFIX = max(len(each.pod_suffix) for each in SUPPORTED)
+LONGEST_POD_SUFFIX = max(len(row.pod_suffix) for row in SUPPORTED)
 
 
 def launcher(name: str) -> Launcher:
     """Return the row of `name`. Raise LookupError if there is none."""
-    for each in LAUNCHERS:
-        if each.name == name:
-            return each
+    for row in LAUNCHERS:
+        if row.name == name:
+            return row
     raise LookupError(f"there is no launcher {name}")
 
 
@@ -144,11 +144,11 @@ def launcher_of(stage: str, training: str = "job", engine: str = "auto") -> Laun
     """
     if stage == "train":
         return launcher(training)
-    matching = (each for each in SUPPORTED if stage in each.stages and engine == each.engine)
+    matching = (row for row in SUPPORTED if stage in row.stages and engine == row.engine)
     return next(matching, launcher("job"))
 
 
 def unsupported_note(fate: str, quote: str = "") -> str:
     """Return ` A and B are <fate>.` for the unsupported launchers; empty if there are none."""
-    names = [f"{quote}{each.name}{quote}" for each in LAUNCHERS if not each.supported]
+    names = [f"{quote}{row.name}{quote}" for row in LAUNCHERS if not row.supported]
     return f" {' and '.join(names)} {'are' if names[1:] else 'is'} {fate}." if names else ""

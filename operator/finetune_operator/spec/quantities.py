@@ -33,11 +33,11 @@ def too_small_rule(least: str) -> str:
 
 def size_hint(text: str, least: str, usual: str) -> str:
     """Return the hint for a number whose unit is missing, or `m`: 64Gi for `64`; `usual` if the meaning is unclear."""
-    found = re.fullmatch(r"0*([1-9][0-9]*)(m?)", text)
-    if found is None:
+    match = re.fullmatch(r"0*([1-9][0-9]*)(m?)", text)
+    if match is None:
         return f"write a size such as {usual}"
-    units = ("Mi", "Gi") if found[2] or int(found[1]) >= 1024 else ("Gi",)
-    candidates = (f"{found[1]}{unit}" for unit in units)
+    units = ("Mi", "Gi") if match[2] or int(match[1]) >= 1024 else ("Gi",)
+    candidates = (f"{match[1]}{unit}" for unit in units)
     large = (candidate for candidate in candidates if parse_quantity(candidate) >= parse_quantity(least))
     return f"write {next(large, usual)}"
 

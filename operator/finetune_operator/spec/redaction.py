@@ -90,6 +90,6 @@ def _secrets_in(value: Any) -> Iterable[str]:
             for one in value:
                 yield from _secrets_in(one)
         case str():
-            for found in _USER_INFO.findall(value):
-                user, colon, password = found.removesuffix("@").partition(":")
+            for user_info in _USER_INFO.findall(value):
+                user, colon, password = user_info.removesuffix("@").partition(":")
                 yield password if colon else user

@@ -170,7 +170,7 @@ def _problem(name: str, value: JsonValue) -> ArgumentProblem | None:
 
 def _tracker_problem(value: JsonValue) -> ArgumentProblem | None:
     known = get_args(Tracker)
-    unknown = [each for each in _named(value) if each not in known]
+    unknown = [name for name in _named(value) if name not in known]
     if not unknown:
         return None
     message = f"training.arguments.report_to names {unknown[0]!r}; the trainer supports {', '.join(known)}."

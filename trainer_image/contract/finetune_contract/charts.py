@@ -208,7 +208,7 @@ def training_charts(runs: Mapping[str, Sequence[Mapping[str, Any]]], x: str = "s
         names.pop("eval_loss", None)  # shown beside the training loss
         together = [name for name in names if GREATEST.get(name.removeprefix("eval_")) == 1]
         together = together if len(together) > 1 else []
-    found = [
+    charts = [
         loss_chart(runs, x),
         _shares_measured(runs, together, x),
         *(
@@ -219,7 +219,7 @@ def training_charts(runs: Mapping[str, Sequence[Mapping[str, Any]]], x: str = "s
         overlaid("Learning rate", runs, "learning_rate", x),
         overlaid("Throughput", runs, "tokens_per_second", x, unit="tokens/s without padding", mean=True),
     ]
-    return [each for each in found if each is not None]
+    return [shown for shown in charts if shown is not None]
 
 
 def loss_chart(runs: Mapping[str, Sequence[Mapping[str, Any]]], x: str = "step") -> Chart | None:
@@ -302,7 +302,7 @@ def bars(title: str, counts: Sequence[tuple[str, int]], *, unit: str, x_label: s
     total = sum(count for _, count in counts)
     if not total:
         return None
-    name, most = max(counts, key=lambda each: each[1])
+    name, most = max(counts, key=lambda bar: bar[1])
     summary = f"{title}: most, {most:,} of {total:,} {unit}, have {name} {x_label}"
     return Bars(title, unit, x_label, tuple(counts), summary)
 

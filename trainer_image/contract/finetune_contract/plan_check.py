@@ -83,21 +83,21 @@ class PlanCheck(Message):
 
     def off(self) -> tuple[str, ...]:
         """Return a sentence for each estimate that was off."""
-        return tuple(text for text, found in self._sentences() if found.off)
+        return tuple(text for text, comparison in self._sentences() if comparison.off)
 
     def sentences(self) -> tuple[str, ...]:
         """Return a sentence for each estimate."""
         return tuple(text for text, _ in self._sentences())
 
     def _sentences(self) -> tuple[tuple[str, Comparison], ...]:
-        found = []
+        sentences = []
         if (memory := self.memory) is not None:
             amounts = f"{human_bytes(memory.planned)} planned, {human_bytes(memory.measured)} measured per device"
-            found.append((f"Plan's memory was {deviation(memory.ratio)}: {amounts}.", memory))
+            sentences.append((f"Plan's memory was {deviation(memory.ratio)}: {amounts}.", memory))
         if (step := self.step_time) is not None:
             amounts = f"{human_step(step.planned)} planned, {human_step(step.measured)} measured"
-            found.append((f"Plan's time of a step was {deviation(step.ratio)}: {amounts}.", step))
-        return tuple(found)
+            sentences.append((f"Plan's time of a step was {deviation(step.ratio)}: {amounts}.", step))
+        return tuple(sentences)
 
 
 def deviation(ratio: float) -> str:

@@ -149,7 +149,7 @@ def owners_of(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
     """
     loads = [(0, rank) for rank in range(ranks)]
     owners = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
+    for index in sorted(range(len(sizes)), key=lambda weight: -sizes[weight]):
         elements, rank = loads[0]
         owners[index] = rank
         heapreplace(loads, (elements + sizes[index], rank))

@@ -282,8 +282,8 @@ def _small_file(folder: Path, name: str) -> bytes:
     """Return the content of a regular file; raise StageError CHECKPOINT otherwise."""
     path = folder / name
     try:
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_MANIFEST_BYTES:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_MANIFEST_BYTES:
             raise _damaged(folder, path, f"is not a file of at most {_LARGEST_MANIFEST_BYTES >> 20} MiB")
         return path.read_bytes()
     except FileNotFoundError:

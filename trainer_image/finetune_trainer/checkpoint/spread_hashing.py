@@ -54,25 +54,25 @@ class SpreadHashing:
         """
         known = {name: entry for written in self._written for name, entry in written.items()}
         names = sorted({*names_of(folder), *known})
-        found = self._ask(folder, {name: None for name in names if name not in known})
-        everything = known | {name: entry for each in found for name, entry in each.entries.items()}
+        results = self._ask(folder, {name: None for name in names if name not in known})
+        everything = known | {name: entry for result in results for name, entry in result.entries.items()}
         return {name: everything[name] for name in names}
 
     def first_difference(self, folder: Path, entries: Mapping[str, FileEntry]) -> tuple[Path, str] | None:
         """Return a file that differs from its entry, and the difference; None when all match."""
-        found = self._ask(folder, entries)
-        return next((each.different for each in found if each.different is not None), None)
+        results = self._ask(folder, entries)
+        return next((result.different for result in results if result.different is not None), None)
 
     def _ask(self, folder: Path, entries: Mapping[str, FileEntry | None]) -> list[_Found]:
         """Have every process hash its share. Raise the first error of a process."""
         shares = divided(folder, entries, self._written)
         works = [_Work(str(folder), {name: entries[name] for name in share}) for share in shares]
         patiently_shared(works)
-        found = patiently_gathered(_do(works[0]))
-        for each in found:
-            if each.error is not None:
-                raise each.error
-        return found
+        results = patiently_gathered(_do(works[0]))
+        for result in results:
+            if result.error is not None:
+                raise result.error
+        return results
 
     def finish(self) -> None:
         """Release the other processes from `help_rank_0`."""
@@ -89,7 +89,7 @@ def divided(
     load = [0] * len(written)
     writers = {name: rank for rank, files in enumerate(written) for name in files}
     sizes = {name: _size(folder / name) if entry is None else entry.size for name, entry in names.items()}
-    for name in sorted(names, key=lambda each: (each not in writers, -sizes[each], each)):
+    for name in sorted(names, key=lambda file: (file not in writers, -sizes[file], file)):
         rank = writers.get(name, min(range(len(load)), key=load.__getitem__))
         shares[rank].append(name)
         load[rank] += sizes[name]

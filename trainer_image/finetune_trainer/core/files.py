@@ -236,13 +236,13 @@ def difference(folder: Path, name: str, entry: FileEntry) -> tuple[Path, str] | 
         if path.is_symlink():
             return path, "is a symbolic link"
     try:
-        found = path.lstat()
+        status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return path, "is missing"
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         return path, "is not a regular file"
-    if found.st_size != entry.size:
-        return path, f"has {found.st_size} bytes instead of {entry.size}"
+    if status.st_size != entry.size:
+        return path, f"has {status.st_size} bytes instead of {entry.size}"
     if sha256_of(path) != entry.sha256:
         return path, "has changed since it was written"
     return None
@@ -256,12 +256,12 @@ def first_unlisted(folder: Path, listed: Collection[str]) -> Path | None:
 
 
 def _entries_in(folder: Path) -> list[Path]:
-    found = [
+    paths = [
         Path(place, name)
         for place, folders, files in os.walk(folder)
-        for name in (*files, *(each for each in folders if Path(place, each).is_symlink()))
+        for name in (*files, *(subfolder for subfolder in folders if Path(place, subfolder).is_symlink()))
     ]
-    return sorted(found)
+    return sorted(paths)
 
 
 def _files_in(folder: Path) -> Iterator[Path]:

@@ -21,14 +21,14 @@ def read_job(path: Path) -> TrainerJob:
             FailureClass.CONFIG, "JobNotReadable", f"{path} cannot be read: {error}", "Check --job."
         ) from error
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)
-        where = [(".".join(map(str, each["loc"])) or "job.json", each) for each in found]
-        version = any(each["loc"] in (("schemaVersion",), ("schema_version",)) for each in found)
+        details = error.errors(include_url=False, include_context=False)
+        where = [(".".join(map(str, detail["loc"])) or "job.json", detail) for detail in details]
+        version = any(detail["loc"] in (("schemaVersion",), ("schema_version",)) for detail in details)
         raise StageError(
             FailureClass.CONFIG,
             "UnknownSchemaVersion" if version else "JobNotUnderstood",
             f"{path}: "
-            + "; ".join(f"{field}: {each['msg']} (found {str(each['input'])[:60]})" for field, each in where[:5]),
+            + "; ".join(f"{field}: {detail['msg']} (found {str(detail['input'])[:60]})" for field, detail in where[:5]),
             "Use compatible versions of operator and trainer image.",
         ) from error
 

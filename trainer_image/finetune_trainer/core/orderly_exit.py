@@ -42,7 +42,7 @@ def let_collectives_end() -> None:
 
 def _states() -> list[str]:
     """Return the kernel's state letter of each thread: R runs or is runnable, D waits for a disk, S sleeps."""
-    found = []
+    states = []
     for thread in _THREADS.iterdir():
         try:
             stat = (thread / "stat").read_text(encoding="utf-8", errors="replace")
@@ -50,8 +50,8 @@ def _states() -> list[str]:
             continue  # ended meanwhile
         name, _, rest = stat.partition("(")[2].rpartition(")")
         if name.startswith(_NAME):
-            found.append(rest.split()[0])
-    return found
+            states.append(rest.split()[0])
+    return states
 
 
 def settle_exit() -> None:

@@ -315,9 +315,9 @@ def kubeflow_update(progress: Progress) -> KubeflowUpdate:
     }
     named |= progress.metrics
     texts = {name: json.dumps(value) for name, value in named.items() if value is not None}
-    for name, found in ((DEVICES, progress.devices), (COMMUNICATION, progress.communication)):
-        if found is not None:
-            texts[name] = found.model_dump_json(by_alias=True, exclude_none=True)
+    for name, facts in ((DEVICES, progress.devices), (COMMUNICATION, progress.communication)):
+        if facts is not None:
+            texts[name] = facts.model_dump_json(by_alias=True, exclude_none=True)
     remaining = progress.remaining_seconds
     return KubeflowUpdate(
         trainer_status=KubeflowStatus(

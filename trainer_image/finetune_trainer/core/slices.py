@@ -49,19 +49,19 @@ class TokenSlice:
         def cut(values: torch.Tensor, fill: int) -> torch.Tensor:
             return torch.nn.functional.pad(values, (0, more), value=fill)[:, part].contiguous()
 
-        own = {"input_ids": cut(ids, 0)}
+        sliced = {"input_ids": cut(ids, 0)}
         if "position_ids" in batch:
             whole = torch.nn.functional.pad(batch["position_ids"], (0, more))
-            own |= {"position_ids": whole[:, part].contiguous(), ROW_POSITIONS: whole}
+            sliced |= {"position_ids": whole[:, part].contiguous(), ROW_POSITIONS: whole}
         else:
             # The model may have no position behind those of its longest row.
             positions = torch.arange(width, device=ids.device).expand(rows, width)
-            own["position_ids"] = cut(positions, width - 1)
+            sliced["position_ids"] = cut(positions, width - 1)
         if "labels" in batch:
             following = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=NOT_LEARNT)
             # The losses use the latter, but require the former.
-            own |= dict.fromkeys(LABELS, cut(following, NOT_LEARNT))
-        return own
+            sliced |= dict.fromkeys(LABELS, cut(following, NOT_LEARNT))
+        return sliced
 
 
 WHOLE = TokenSlice()

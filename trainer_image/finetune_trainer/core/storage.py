@@ -32,7 +32,7 @@ def storage_errors_named(folder: Path, content: str, needed: int = 0, *, shared:
     except StageError:
         raise
     except Exception as error:
-        place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         disk = shutil.disk_usage(place)
         if not _is_full(error, disk.free):
             raise

@@ -56,7 +56,7 @@ def packed(features: pa.Table, columns: Sequence[str], capacity: int) -> pa.Tabl
     order = pa.array(np.concatenate([np.asarray(pack, np.int64) for pack in packs]))
     ends = np.cumsum([int(lengths[pack].sum()) for pack in packs])
     starts = pa.array(np.concatenate([[0], ends]).astype(np.int32))
-    joined = {name: pa.ListArray.from_arrays(starts, each.take(order).flatten()) for name, each in lists.items()}
+    joined = {name: pa.ListArray.from_arrays(starts, column.take(order).flatten()) for name, column in lists.items()}
     counts = pa.array(np.concatenate([[0], np.cumsum([len(pack) for pack in packs])]).astype(np.int32))
     sizes = pa.array(lengths.astype(np.int32)).take(order)
     firsts = features.select([POSITION, ROW]).take(pa.array([pack[0] for pack in packs]))

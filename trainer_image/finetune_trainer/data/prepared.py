@@ -109,8 +109,8 @@ class FeatureSet:
     @classmethod
     def of(cls, parts: Iterable[FeatureBatch]) -> FeatureSet:
         """Join the parts, in order."""
-        found = tuple(parts)
-        return cls(found, np.cumsum([0, *(len(each.numbers[POSITION]) for each in found)], dtype=np.int64))
+        joined = tuple(parts)
+        return cls(joined, np.cumsum([0, *(len(batch.numbers[POSITION]) for batch in joined)], dtype=np.int64))
 
     def __len__(self) -> int:
         return int(self.first[-1])
@@ -230,12 +230,12 @@ class PreparedData:
         if role not in self._read:
             files = self._files(role)
             try:
-                found = FeatureSet.of(FeatureBatch.of(batch) for file in files for batch in batches(file))
+                features = FeatureSet.of(FeatureBatch.of(batch) for file in files for batch in batches(file))
             except (pa.ArrowInvalid, OSError) as error:
                 raise _damaged(files[0], error) from error
-            if len(found) != self.facts.splits[role].rows:
-                raise _damaged(files[0], f"{len(found)} features where {self.facts.splits[role].rows} were written")
-            self._read[role] = found
+            if len(features) != self.facts.splits[role].rows:
+                raise _damaged(files[0], f"{len(features)} features where {self.facts.splits[role].rows} were written")
+            self._read[role] = features
         return self._read[role]
 
     def _files(self, role: str) -> list[Path]:

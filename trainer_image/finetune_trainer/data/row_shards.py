@@ -91,10 +91,10 @@ class ShardRows:
     last_line: int = 0
     """Number of lines of the shard, up to its last row."""
 
-    def checked(self, chosen: Sequence[int], check: Callable[[RawSplit], None]) -> pa.Table:
+    def checked(self, rows: Sequence[int], check: Callable[[RawSplit], None]) -> pa.Table:
         """Return wanted columns of some of the readable rows. Raise StageError DATA when `check` refuses them."""
-        table = self.table_of(chosen)
-        check(RawSplit("", "", table, one_row=len(chosen) == 1))
+        table = self.table_of(rows)
+        check(RawSplit("", "", table, one_row=len(rows) == 1))
         return table
 
 

@@ -134,21 +134,21 @@ def splits_by_role(source: DataSource, *, trains: bool = True) -> dict[Role, Spl
     A file or a glob without names of splits is the train split, or the test split when nothing trains. Raise StageError
     DATA `SplitNotFound`.
     """
-    found = source_of(source, "dataset")
+    data = source_of(source, "dataset")
     roles = SPLIT_ROLES if trains else SPLIT_ROLES[1:]
     explicit = {role: getattr(source.splits, role) for role in SPLIT_ROLES}
-    whole = None if any(explicit.values()) else found.whole()
+    whole = None if any(explicit.values()) else data.whole()
     if whole is not None:
         return {"train" if trains else "test": whole}
     splits: dict[Role, SplitSource] = {}
     for role in roles:
-        split = found.named(explicit[role] or role)
+        split = data.named(explicit[role] or role)
         if split is not None:
             splits[role] = split
         elif explicit[role] or role == "train":
-            raise _split_not_found(source, "dataset", role, explicit[role], found.names())
+            raise _split_not_found(source, "dataset", role, explicit[role], data.names())
     if not splits:
-        raise _split_not_found(source, "dataset", "test", None, found.names())
+        raise _split_not_found(source, "dataset", "test", None, data.names())
     return splits
 
 
@@ -158,16 +158,16 @@ def predict_split(source: DataSource) -> SplitSource:
     Of several named ones test is used, then validation: a data set that is written once for the whole job (by a YAML
     anchor) names all three.
     """
-    found = source_of(source, "predict.dataset")
+    data = source_of(source, "predict.dataset")
     for role in ("test", "validation", "train"):
         name = getattr(source.splits, role)
         if name is not None:
-            split = found.named(name)
+            split = data.named(name)
             if split is None:
-                raise _split_not_found(source, "predict.dataset", role, name, found.names())
+                raise _split_not_found(source, "predict.dataset", role, name, data.names())
             return split
-    names = found.names()
-    split = found.whole() or found.named("test") or (found.named(names[0]) if len(names) == 1 else None)
+    names = data.names()
+    split = data.whole() or data.named("test") or (data.named(names[0]) if len(names) == 1 else None)
     if split is None:
         raise _split_not_found(source, "predict.dataset", "test", None, names)
     return split
@@ -356,11 +356,11 @@ class FileSource:
 def _file_source(uri: Uri, setting: str) -> FileSource:
     filesystem, path = _filesystem(uri, setting)
     if filesystem.isdir(path):
-        found = [name for name in filesystem.ls(path, detail=False) if not PurePosixPath(name).name.startswith(".")]
+        names = [name for name in filesystem.ls(path, detail=False) if not PurePosixPath(name).name.startswith(".")]
     elif filesystem.isfile(path):
-        found = [path]
+        names = [path]
     elif _GLOB_CHARACTERS & set(path):
-        found = [name for name in filesystem.glob(path) if filesystem.isfile(name)]
+        names = [name for name in filesystem.glob(path) if filesystem.isfile(name)]
     else:
         raise StageError(
             FailureClass.DATA,
@@ -368,7 +368,7 @@ def _file_source(uri: Uri, setting: str) -> FileSource:
             f"{setting}.uri is {uri.text!r}, but {path} does not exist.",
             "Name a folder, a file or a glob; file:// without a third slash is relative to the job file's folder.",
         )
-    files = tuple(FsFile(filesystem, name) for name in sorted(found) if format_of(name))
+    files = tuple(FsFile(filesystem, name) for name in sorted(names) if format_of(name))
     folder = bool(filesystem.isdir(path))
     if not files:
         raise StageError(
@@ -447,7 +447,7 @@ class Spool:
         fit its type.
         """
         self._finish()
-        if any(not each.equals(schema) for each in self._schemas):
+        if any(not part_schema.equals(schema) for part_schema in self._schemas):
             whole = self._folder / "whole.arrow"
             write_tables(whole, (_promoted(batch, schema) for part in self._parts for batch in batches(part)))
             for part in self._parts:

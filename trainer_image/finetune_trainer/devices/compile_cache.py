@@ -27,9 +27,9 @@ def separate_compile_cache(
     import torch
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    found = " ".join(sorted(instructions(processor_facts(processor.read_text)))) or platform.machine()
+    features = " ".join(sorted(instructions(processor_facts(processor.read_text)))) or platform.machine()
     used = torch.backends.cpu.get_cpu_capability()  # ATEN_CPU_CAPABILITY may disable some of them
-    name = f"cpu-{used.replace(' ', '-').lower()}-{hashlib.sha256(found.encode()).hexdigest()[:12]}"
+    name = f"cpu-{used.replace(' ', '-').lower()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
     folder = Path(environment.get(_VARIABLE) or default_cache_dir())
     if folder.name != name:  # set by the process that started this one
         folder = folder / name

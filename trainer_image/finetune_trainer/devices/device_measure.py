@@ -97,8 +97,8 @@ def _by_nvlink(own: int, others: Sequence[int]) -> bool | None:
         return None
     try:
         c10d: Any = torch._C._distributed_c10d
-        found = c10d._detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink")
-        return all(found.matrix[own][other] > 0 for other in others)
+        connectivity = c10d._detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink")
+        return all(connectivity.matrix[own][other] > 0 for other in others)
     except (AttributeError, IndexError, ImportError, RuntimeError) as error:
         log.debug("NVLink cannot be read: %s", error)
         return None

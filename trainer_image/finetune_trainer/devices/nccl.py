@@ -109,10 +109,10 @@ def measured_transports(world: World, rank: int, device: Device = "cuda") -> Com
         reason = unusable_network(world.network, nccl_log(os.environ))
         raise reason or error from error
     own = chosen(nccl_log(os.environ), world.processes_per_node, world.nodes)
-    found = merged(gathered(own))
-    if rank == 0 and found is not None:
-        log.info("NCCL %s: %s.", found.library or "", found.words)
-    return found
+    communication = merged(gathered(own))
+    if rank == 0 and communication is not None:
+        log.info("NCCL %s: %s.", communication.library or "", communication.words)
+    return communication
 
 
 def unusable_network(planned: Transport | None, text: str) -> StageError | None:
@@ -128,11 +128,11 @@ def unusable_network(planned: Transport | None, text: str) -> StageError | None:
     return None
 
 
-def refuse_sockets(found: Communication | None, planned: Transport | None) -> None:
+def refuse_sockets(communication: Communication | None, planned: Transport | None) -> None:
     """Raise StageError STRATEGY_NOT_IN_EFFECT if the plan has a network with devices and NCCL uses sockets."""
-    if planned is None or found is None or found.between != "socket":
+    if planned is None or communication is None or communication.between != "socket":
         return
-    interfaces = f" over {', '.join(found.adapters)}" if found.adapters else ""
+    interfaces = f" over {', '.join(communication.adapters)}" if communication.adapters else ""
     message = f"The plan has {planned} between nodes, and NCCL uses TCP sockets{interfaces}."
     raise StageError(FailureClass.STRATEGY_NOT_IN_EFFECT, "NetworkNotInEffect", message, NETWORK_HINT)
 
@@ -152,7 +152,7 @@ def warn_of_locked_memory(planned: Transport) -> None:
 
 def nccl_warnings(folder: Path) -> list[str]:
     """Return the warnings in NCCL's logs of all ranks in a folder, each once."""
-    found: list[str] = []
+    texts: list[str] = []
     for file in sorted(folder.glob(f"*{LOG_SUFFIX}")):
-        found += warnings(file.read_text(encoding="utf-8", errors="replace"))
-    return list(dict.fromkeys(found))
+        texts += warnings(file.read_text(encoding="utf-8", errors="replace"))
+    return list(dict.fromkeys(texts))

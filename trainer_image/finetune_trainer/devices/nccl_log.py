@@ -43,20 +43,20 @@ def chosen(log: str, ranks_per_node: int, nodes: int) -> Communication | None:
     inside: set[str] = set()
     between: set[str] = set()
     for line in lines:
-        if (found := _CHANNEL.search(line)) is not None:
-            first, second = (int(found[group]) // ranks_per_node for group in (1, 2))
-            (inside if first == second else between).add(found[3].strip())
+        if (match := _CHANNEL.search(line)) is not None:
+            first, second = (int(match[group]) // ranks_per_node for group in (1, 2))
+            (inside if first == second else between).add(match[3].strip())
     adapters = _adapters(lines)
     names = [_network(text, lines, adapters) for text in between] or [_used_network(lines, adapters)] * (nodes > 1)
-    nets = [found for text in between if (found := _NET.match(text)) is not None]
+    nets = [match for text in between if (match := _NET.match(text)) is not None]
     known = [name for name in names if name is not None]
     slowest = "socket" if "socket" in known else next(iter(sorted(known)), None)
     devices = adapters.get("Socket" if slowest == "socket" else "IB", ()) if slowest else ()
-    switches = (int(found[1] or found[2]) for line in lines if (found := _SWITCH.search(line)) is not None)
+    switches = (int(match[1] or match[2]) for line in lines if (match := _SWITCH.search(line)) is not None)
     result = Communication(
         inside=_slowest(_inside(text, lines) for text in inside),
         between=slowest,
-        gpudirect=all(found[2] for found in nets) if nets and slowest != "socket" else None,
+        gpudirect=all(match[2] for match in nets) if nets and slowest != "socket" else None,
         nvls=any(switches),
         adapters=tuple(devices[:MOST_ADAPTERS]),
         library=_version(log),
@@ -70,52 +70,52 @@ def network_of(log: str) -> Communication | None:
     """
     lines = [line.partition(_INFO)[2] for line in log.splitlines() if _INFO in line]
     adapters = _adapters(lines)
-    connected = (found[3].strip() for line in lines if (found := _CHANNEL.search(line)) is not None)
-    nets = [found for text in connected if (found := _NET.match(text)) is not None]
+    connected = (match[3].strip() for line in lines if (match := _CHANNEL.search(line)) is not None)
+    nets = [match for text in connected if (match := _NET.match(text)) is not None]
     selected = _used_network(lines, adapters)
-    known = [_plugin(found[1], lines, adapters) for found in nets] or ([] if selected is None else [selected])
+    known = [_plugin(match[1], lines, adapters) for match in nets] or ([] if selected is None else [selected])
     slowest = "socket" if "socket" in known else next(iter(sorted(known)), None)
     if slowest is None:
         return None
     return Communication(
         between=slowest,
-        gpudirect=all(found[2] for found in nets) if nets and slowest != "socket" else None,
+        gpudirect=all(match[2] for match in nets) if nets and slowest != "socket" else None,
         adapters=adapters.get("Socket" if slowest == "socket" else "IB", ())[:MOST_ADAPTERS],
         library=_version(log),
     )
 
 
 def _version(log: str) -> str | None:
-    return next((found[1] for line in log.splitlines() if (found := _VERSION.search(line)) is not None), None)
+    return next((match[1] for line in log.splitlines() if (match := _VERSION.search(line)) is not None), None)
 
 
-def merged(found: Sequence[Communication | None]) -> Communication | None:
+def merged(communications: Sequence[Communication | None]) -> Communication | None:
     """Return the transports of all ranks together, the slowest of each kind; None if no rank has any."""
-    known = [each for each in found if each is not None]
+    known = [communication for communication in communications if communication is not None]
     if not known:
         return None
-    between = [each.between for each in known if each.between is not None]
-    direct = [each.gpudirect for each in known if each.gpudirect is not None]
+    between = [communication.between for communication in known if communication.between is not None]
+    direct = [communication.gpudirect for communication in known if communication.gpudirect is not None]
     slowest = "socket" if "socket" in between else next(iter(sorted(between)), None)
-    adapters = [name for each in known if each.between == slowest for name in each.adapters]
+    adapters = [name for communication in known if communication.between == slowest for name in communication.adapters]
     return Communication(
-        inside=_slowest(each.inside for each in known if each.inside is not None),
+        inside=_slowest(communication.inside for communication in known if communication.inside is not None),
         between=slowest,
         gpudirect=all(direct) if direct and slowest != "socket" else None,
-        nvls=any(each.nvls for each in known),
+        nvls=any(communication.nvls for communication in known),
         adapters=tuple(dict.fromkeys(adapters))[:MOST_ADAPTERS],
-        library=next((each.library for each in known if each.library is not None), None),
+        library=next((communication.library for communication in known if communication.library is not None), None),
     )
 
 
 def warnings(log: str) -> list[str]:
     """Return NCCL's warnings, which its log has instead of the process's own, each once."""
-    found = (line.partition(_WARNING)[2].strip() for line in log.splitlines() if _WARNING in line)
-    return list(dict.fromkeys(filter(None, found)))
+    texts = (line.partition(_WARNING)[2].strip() for line in log.splitlines() if _WARNING in line)
+    return list(dict.fromkeys(filter(None, texts)))
 
 
-def _slowest(found: Iterable[Inside]) -> Inside | None:
-    return max(found, key=SLOWEST_LAST.index, default=None)
+def _slowest(transports: Iterable[Inside]) -> Inside | None:
+    return max(transports, key=SLOWEST_LAST.index, default=None)
 
 
 def _inside(text: str, lines: Sequence[str]) -> Inside:
@@ -129,23 +129,23 @@ def _network(text: str, lines: Sequence[str], adapters: dict[str, tuple[str, ...
     """Return the transport between nodes of one connection: nodes of one NVLink domain are connected by P2P."""
     if text.startswith("P2P"):
         return "nvlink"
-    found = _NET.match(text)
-    return None if found is None else _plugin(found[1], lines, adapters)
+    match = _NET.match(text)
+    return None if match is None else _plugin(match[1], lines, adapters)
 
 
 def _used_network(lines: Sequence[str], adapters: dict[str, tuple[str, ...]]) -> str | None:
     """Return the network of a rank without connections to other nodes."""
-    names = [found[1].strip() for line in lines if (found := _NETWORK.search(line)) is not None]
+    names = [match[1].strip() for line in lines if (match := _NETWORK.search(line)) is not None]
     return _plugin(names[-1], lines, adapters) if names else None
 
 
 def _plugin(name: str, lines: Sequence[str], adapters: dict[str, tuple[str, ...]]) -> str:
     if name.startswith("IB"):
-        return "roce" if any(each.endswith("/RoCE") for each in adapters.get("IB", ())) else "ib"
+        return "roce" if any(adapter.endswith("/RoCE") for adapter in adapters.get("IB", ())) else "ib"
     if name == "Socket":
         return "socket"
     if "Libfabric" in name:
-        providers = [found[1].lower() for line in lines if (found := _PROVIDER.search(line)) is not None]
+        providers = [match[1].lower() for line in lines if (match := _PROVIDER.search(line)) is not None]
         provider = providers[-1] if providers else "efa"
         return "socket" if provider in ("tcp", "sockets", "udp") else provider
     return name
@@ -153,10 +153,10 @@ def _plugin(name: str, lines: Sequence[str], adapters: dict[str, tuple[str, ...]
 
 def _adapters(lines: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Return the adapters by network, e.g. `mlx5_0:1/IB` of IB and `eth0` of Socket."""
-    found: dict[str, tuple[str, ...]] = {}
+    adapters: dict[str, tuple[str, ...]] = {}
     for line in lines:
         if (match := _ADAPTERS.search(line)) is not None:
             names = _ADAPTER.findall(match[2].partition(";")[0])
-            own = names if match[1] == "IB" else [name.partition(":")[0] for name in names]
-            found[match[1]] = tuple(dict.fromkeys(own))
-    return found
+            devices = names if match[1] == "IB" else [name.partition(":")[0] for name in names]
+            adapters[match[1]] = tuple(dict.fromkeys(devices))
+    return adapters

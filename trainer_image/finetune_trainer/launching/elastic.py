@@ -126,8 +126,8 @@ def _is_own_address(host: str) -> bool:
 
 def _is_loopback(host: str) -> bool:
     """Return whether `host`, which resolves, is the loopback interface."""
-    found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    return any(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+    addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    return any(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in addresses)
 
 
 def wait_for_host(rendezvous: Rendezvous) -> bool:

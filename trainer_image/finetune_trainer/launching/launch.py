@@ -77,7 +77,7 @@ def launch(argv: Sequence[str]) -> int:
     if report.failure is None:
         return EXIT_OK
     failure = report.failure
-    if isinstance(ranks, Ranks) and ranks.expected == 1 and failure in [each.failure for each in ranks.reports]:
+    if isinstance(ranks, Ranks) and ranks.expected == 1 and failure in [report.failure for report in ranks.reports]:
         return failure.exit_code  # the one rank has logged it
     sys.stderr.write(f"{failure.failure_class} ({failure.reason}): {failure.message} {failure.hint}\n")
     return failure.exit_code
@@ -222,11 +222,11 @@ def _mpirun(arguments: argparse.Namespace) -> Ranks:
     try:
         environment = mpi.mpirun_environment(_environment(reports, arguments.stage), hosts)
         command = mpi.mpirun_command(file, world, environment, [sys.executable, *_program(arguments)])
-        end, found = _run(arguments, command, reports, environment, mpi.signal_to_stop)
+        end, rank_reports = _run(arguments, command, reports, environment, mpi.signal_to_stop)
     finally:
         shutil.rmtree(reports, ignore_errors=True)
     output = end.last_output
-    return Ranks(end, found, mpi.ends_of_ranks(output), mpi.launcher_failure(output), world.size, world.size)
+    return Ranks(end, rank_reports, mpi.ends_of_ranks(output), mpi.launcher_failure(output), world.size, world.size)
 
 
 _LAUNCHERS = {"process": _process, "index": _index, "torchrun": _torchrun, "mpirun": _mpirun}

@@ -137,9 +137,9 @@ def forwarded(environment: Mapping[str, str]) -> list[str]:
     """Return the names of the variables for ranks in other pods: ours, and those of the user's that are set, as an
     optional reference may be unresolved.
     """
-    own = [name.strip() for name in environment.get(ENV_FORWARD, "").split(",")]
+    requested = [name.strip() for name in environment.get(ENV_FORWARD, "").split(",")]
     ours = [name for name in environment if name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES)]
-    return sorted({*ours, *(name for name in own if name in environment)})
+    return sorted({*ours, *(name for name in requested if name in environment)})
 
 
 def mpirun_environment(environment: Mapping[str, str], hosts: Sequence[str]) -> dict[str, str]:
@@ -157,8 +157,8 @@ def mpirun_environment(environment: Mapping[str, str], hosts: Sequence[str]) -> 
 
 def ends_of_ranks(output: str) -> dict[int, int]:
     """Return rank -> exit code (minus the signal if killed) of the processes that mpirun reports as first to fail."""
-    ends = {int(found["rank"]): -int(found["signal"]) for found in _KILLED.finditer(output)}
-    return ends | {int(found["rank"]): int(found["code"]) for found in _EXITED.finditer(output)}
+    ends = {int(match["rank"]): -int(match["signal"]) for match in _KILLED.finditer(output)}
+    return ends | {int(match["rank"]): int(match["code"]) for match in _EXITED.finditer(output)}
 
 
 def launcher_failure(output: str) -> FailureReport | None:

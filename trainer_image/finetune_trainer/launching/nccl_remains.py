@@ -29,14 +29,14 @@ def remains(folder: Path) -> list[str]:
 
 
 def _remains(folder: Path) -> list[str]:
-    found = [f"NCCL warning: {text}" for text in nccl_warnings(folder)[:MOST_LINES]]
+    lines = [f"NCCL warning: {text}" for text in nccl_warnings(folder)[:MOST_LINES]]
     waiting: dict[str, list[int]] = {}
     for file in folder.glob(f"{DUMP_PREFIX}*"):
         rank = file.name.removeprefix(DUMP_PREFIX)
         if rank.isdecimal():
             waiting.setdefault(_last_collective(file), []).append(int(rank))
     rows = sorted(waiting.items(), key=lambda row: min(row[1]))
-    return [*found, *(f"Flight recorder, {_ranks(ranks)}: {text}" for text, ranks in rows[:MOST_LINES])]
+    return [*lines, *(f"Flight recorder, {_ranks(ranks)}: {text}" for text, ranks in rows[:MOST_LINES])]
 
 
 class _PlainUnpickler(pickle.Unpickler):

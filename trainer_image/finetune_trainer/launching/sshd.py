@@ -117,14 +117,14 @@ def _command(folder: Path, arguments: argparse.Namespace) -> list[str]:
 
 
 def _session_variables(environment: Mapping[str, str]) -> str:
-    chosen = {
+    variables = {
         name: value
         for name, value in environment.items()
         if name in _SESSION_VARIABLES or name.startswith(_SESSION_PREFIXES)
     }
     # The interpreter's folder first: orted starts the program that mpirun names, which may be `python` alone.
-    chosen["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
-    return " ".join(_quoted(name, f"{name}={value}") for name, value in sorted(chosen.items()))
+    variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+    return " ".join(_quoted(name, f"{name}={value}") for name, value in sorted(variables.items()))
 
 
 def _quoted(name: str, text: str) -> str:

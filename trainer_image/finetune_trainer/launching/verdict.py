@@ -20,13 +20,13 @@ _SHOWN = 1500
 
 def reports_in(folder: Path, stage: Stage) -> list[TrainerReport]:
     """Return reports by rank. Unreadable ones are skipped: a process killed while writing is reported by its signal."""
-    found = []
+    reports = []
     for file in folder.glob(f"{stage}-*.json"):
         try:
-            found.append(TrainerReport.model_validate_json(file.read_bytes()))
+            reports.append(TrainerReport.model_validate_json(file.read_bytes()))
         except (OSError, ValidationError):
             continue
-    return sorted(found, key=lambda report: report.rank)
+    return sorted(reports, key=lambda report: report.rank)
 
 
 def verdict(

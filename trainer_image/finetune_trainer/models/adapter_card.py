@@ -68,8 +68,8 @@ def head_config(head: Mapping[str, JsonValue], base: PretrainedConfig, architect
 
 
 def _with_text_keys(value: Any) -> Any:
-    return {str(key): each for key, each in value.items()} if isinstance(value, dict) else value
+    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _with_numbers(value: Any) -> Any:
-    return {int(key): each for key, each in value.items()} if isinstance(value, dict) else value
+    return {int(key): item for key, item in value.items()} if isinstance(value, dict) else value

@@ -88,16 +88,16 @@ def block_linears(model: nn.Module) -> tuple[BlockLinear, ...]:
 
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    found = []
+    linears = []
     for name, module in model.named_modules():
-        within = next((each for each in outermost if name.startswith(f"{each}.")), None)
+        within = next((prefix for prefix in outermost if name.startswith(f"{prefix}.")), None)
         if within is None or not isinstance(module, nn.Linear | Conv1D):
             continue
         # The first part after the list is the block's number.
         short = name.removeprefix(f"{within}.").partition(".")[2]
         outputs, inputs = module.weight.shape if isinstance(module, nn.Linear) else reversed(module.weight.shape)
-        found.append(BlockLinear(name, re.sub(r"(?<![^.])\d+(?![^.])", "*", short), inputs, outputs))
-    return tuple(found)
+        linears.append(BlockLinear(name, re.sub(r"(?<![^.])\d+(?![^.])", "*", short), inputs, outputs))
+    return tuple(linears)
 
 
 def adapted_layers(model: nn.Module, adapter: Adapter, model_uri: str) -> tuple[str, ...]:
@@ -182,12 +182,12 @@ class Adapted:
             wide = [name for name in self.held if not four_bits().is_held(_base(model, name), self.precision)]
             self._expect(not wide, f"{len(wide)} layers are not in 4 bits, e.g. {wide[:1]}")
 
-    def _expect(self, holds: bool, found: str) -> None:
+    def _expect(self, holds: bool, problem: str) -> None:
         if not holds:
             raise StageError(
                 FailureClass.STRATEGY_NOT_IN_EFFECT,
                 "AdapterNotInEffect",
-                f"model.adapter.method {self.adapter.method} was requested and is not in effect: {found}.",
+                f"model.adapter.method {self.adapter.method} was requested and is not in effect: {problem}.",
                 "This is a defect of the image or its libraries; without model.adapter all weights are trained.",
             )
 

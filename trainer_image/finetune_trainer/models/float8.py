@@ -70,8 +70,8 @@ class InFloat8:
             _expect(replace(layer.config, enable_fsdp_float8_all_gather=False) == _recipe(), _rounding(name, layer))
             _expect(layer.weight.dtype == torch.float32, f"the weight of {name} is stored in {layer.weight.dtype}")
             expected = "fp8" if gathers else "bf16"
-            found = f"the weight of {name} is not gathered in {expected}, as its layer is set"
-            _expect(gathered_in_float8(layer.weight) == gathers, found)
+            problem = f"the weight of {name} is not gathered in {expected}, as its layer is set"
+            _expect(gathered_in_float8(layer.weight) == gathers, problem)
 
     def scale_weights(self, model: nn.Module) -> None:
         """Compute the scales of all weights that FSDP gathers in fp8, with one all-reduce, after the weights have
@@ -90,12 +90,12 @@ def _rounding(name: str, layer: Any) -> str:
     return f"{name} rounds as in {layer.config}"
 
 
-def _expect(holds: bool, found: str) -> None:
+def _expect(holds: bool, problem: str) -> None:
     if not holds:
         raise StageError(
             FailureClass.STRATEGY_NOT_IN_EFFECT,
             "Float8NotInEffect",
-            f"training.precision fp8 was requested and is not in effect: {found}.",
+            f"training.precision fp8 was requested and is not in effect: {problem}.",
             "This is a defect of the image or its libraries; use training.precision bf16 instead.",
         )
 
@@ -129,15 +129,15 @@ def refuse_without_units(device: Device) -> None:
 
 def without_units(device: str) -> str | None:
     """Return the reason why the device of this process, `cpu` or `cuda`, does not multiply in fp8; None if it does."""
-    found = "a CPU has no fp8 units"
+    reason = "a CPU has no fp8 units"
     if device == "cuda":
         properties = torch.cuda.get_device_properties()
         if has_fp8(properties):
             return None
         capability = capability_of(properties)
         kind = f"architecture {properties.gcnArchName}" if capability is None else f"compute capability {capability}"
-        found = f"{properties.name}, of {kind}, has no fp8 units"
-    return f"{found}; GPUs have them from compute capability {_dotted(FP8_FROM)} on (AMD: from MI300 on)"
+        reason = f"{properties.name}, of {kind}, has no fp8 units"
+    return f"{reason}; GPUs have them from compute capability {_dotted(FP8_FROM)} on (AMD: from MI300 on)"
 
 
 def _dotted(capability: tuple[int, int]) -> str:
@@ -153,9 +153,9 @@ def convert(model: nn.Module) -> InFloat8:
     from torchao.float8 import convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
-    chosen, left = _chosen(model)
+    ids, left = _chosen(model)
     # By identity and not by name: a layer with two names is converted under both.
-    convert_to_float8_training(model, config=_recipe(), module_filter_fn=lambda module, name: id(module) in chosen)
+    convert_to_float8_training(model, config=_recipe(), module_filter_fn=lambda module, name: id(module) in ids)
     return InFloat8(tuple(sorted(_names(model, Float8Linear))), left)
 
 
@@ -209,23 +209,23 @@ def _chosen(model: nn.Module) -> tuple[set[int], Mapping[str, tuple[str, ...]]]:
     from transformers.pytorch_utils import Conv1D
 
     in_blocks = {linear.name for linear in block_linears(model)}
-    left, chosen = defaultdict(list), set()
+    left, ids = defaultdict(list), set()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D):
             why = _why_not(name, module) if name in in_blocks else "outside of the blocks"
             if why is None:
-                chosen.add(id(module))
+                ids.add(id(module))
             else:
                 left[why].append(name)
     reasons = {why: tuple(names) for why, names in left.items()}
-    if not chosen:
+    if not ids:
         raise StageError(
             FailureClass.CONFIG,
             "NothingInFp8",
             f"training.precision is fp8, and {InFloat8((), reasons)}.",
             "Set training.precision to bf16.",
         )
-    return chosen, reasons
+    return ids, reasons
 
 
 def _why_not(name: str, layer: nn.Module) -> str | None:

@@ -34,10 +34,10 @@ def commit_of(repository: str, revision: str) -> str | None:
     then reports the error.
     """
     if (repository, revision) not in _known:
-        found = _resolved(repository, revision)
-        if found is None:
+        commit = _resolved(repository, revision)
+        if commit is None:
             return None
-        _known[repository, revision] = found
+        _known[repository, revision] = commit
     return _known[repository, revision]
 
 
@@ -87,8 +87,8 @@ def _has_weights(repository: str, commit: str) -> bool:
 def _cached(repository: str, commit: str, file: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repository, file, revision=commit)
-    return Path(found) if isinstance(found, str) else None
+    cached = try_to_load_from_cache(repository, file, revision=commit)
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def _unreachable(repository: str, revision: str) -> str | None:

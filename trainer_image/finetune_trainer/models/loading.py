@@ -126,13 +126,13 @@ def _check_folder(path: Path, uri: str) -> None:
             f"{_FIELD} is {uri!r}, but {path.absolute()} is an adapter: a model is a folder with config.json.",
             "Use the merged model: model/ of the run that trained the adapter.",
         )
-    found = (
+    description = (
         "is a file" if path.is_file() else f"holds {', '.join(sorted(p.name for p in path.iterdir())[:8]) or 'nothing'}"
     )
     raise StageError(
         FailureClass.MODEL,
         "NotAModel",
-        f"{_FIELD} is {uri!r}, but {path.absolute()} {found}: a model is a folder with config.json.",
+        f"{_FIELD} is {uri!r}, but {path.absolute()} {description}: a model is a folder with config.json.",
         "Use the folder that `save_pretrained` wrote.",
     )
 

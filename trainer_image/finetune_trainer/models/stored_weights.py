@@ -131,7 +131,7 @@ def private_bytes(weights: Iterable[torch.Tensor]) -> int | None:
         # start-end permissions offset device inode path
         fields = line.split(maxsplit=5)
         if len(fields) == 6 and fields[5].startswith("/") and not fields[5].startswith("/dev/"):
-            start, end = (int(each, 16) for each in fields[0].split("-"))
+            start, end = (int(bound, 16) for bound in fields[0].split("-"))
             mapped.append((start, end))
     starts = [start for start, _ in mapped]
 

@@ -60,20 +60,20 @@ def check(job: TrainerJob, *, trains: Trains | None = None, script: bool = False
     """Check the data and return all problems at once. `trains`: the built-in loop trains; `script`: a program does, and
     reads the data itself.
     """
-    found = _Findings()
-    model = found.of(lambda: _Model.of(job))
+    findings = _Findings()
+    model = findings.of(lambda: _Model.of(job))
     if script and job.evaluation is None and job.predict is None:
-        _check_place(job, found)
+        _check_place(job, findings)
         splits: list[CheckedSplit] = []
     else:
         with tempfile.TemporaryDirectory(prefix="finetune-check-") as scratch:
-            splits = _check_rows(job, model, found, Path(scratch), trains=trains, most=most)
+            splits = _check_rows(job, model, findings, Path(scratch), trains=trains, most=most)
     return CheckedData(
         splits=tuple(splits),
         max_length=None if model is None else model.max_length,
         long_rows="are read in windows that overlap" if task_of(job).encoding.in_windows(_columns(job)) else "are cut",
-        notes=tuple(dict.fromkeys(found.notes)),
-        problems=tuple(found.problems),
+        notes=tuple(dict.fromkeys(findings.notes)),
+        problems=tuple(findings.problems),
     )
 
 
@@ -81,12 +81,12 @@ def _columns(job: TrainerJob) -> Columns:
     return job.dataset.columns if job.dataset else Columns()
 
 
-def _check_place(job: TrainerJob, found: _Findings) -> None:
+def _check_place(job: TrainerJob, findings: _Findings) -> None:
     """Check that the data exist, for a program that reads them itself."""
     source = job.dataset
     if source is not None:
-        found.of(lambda: source_of(source, "dataset").names())
-    found.notes.append("training.script reads the data itself: columns and labels are not checked.")
+        findings.of(lambda: source_of(source, "dataset").names())
+    findings.notes.append("training.script reads the data itself: columns and labels are not checked.")
 
 
 class _Findings:
@@ -156,7 +156,7 @@ def _model_files(job: TrainerJob) -> tuple[Path | None, Path | None]:
 
     name = hub_name(parsed.rest.rstrip("/"), parsed, "model.uri")  # without a request to the Hub
     kept = [try_to_load_from_cache(name, file, revision=job.model.revision) for file in _MODEL_FILES]
-    config, tokenizer = (Path(each) if isinstance(each, str) else None for each in kept)
+    config, tokenizer = (Path(path) if isinstance(path, str) else None for path in kept)
     return config, tokenizer
 
 
@@ -179,23 +179,23 @@ def _tokenizer(file: Path) -> Tokenizer | None:
 
 
 def _check_rows(
-    job: TrainerJob, model: _Model | None, found: _Findings, scratch: Path, *, trains: Trains | None, most: int
+    job: TrainerJob, model: _Model | None, findings: _Findings, scratch: Path, *, trains: Trains | None, most: int
 ) -> list[CheckedSplit]:
     task = task_of(job)
-    parts = found.of(lambda: _parts(job, task.encoding, trains=trains is not None))
+    parts = findings.of(lambda: _parts(job, task.encoding, trains=trains is not None))
     raw: dict[Role, RawSplit] = {}
     if parts is None:
         return []
     checked: list[Role] = []
     for role, part in parts.items():
-        with found.collected():
+        with findings.collected():
             split = part.source.read(part.needs, scratch, most)
-            found.notes.extend(split.notes)
+            findings.notes.extend(split.notes)
             raw[role] = split
             task.encoding.check(split, part.columns, part.setting)
             checked.append(role)
     # Labels of one split are judged by those of another, and tasks read them in checked rows.
-    labels = _check_labels(job, task, raw, found, trains=trains) if len(checked) == len(parts) else {}
+    labels = _check_labels(job, task, raw, findings, trains=trains) if len(checked) == len(parts) else {}
     return [
         _described(task.encoding, parts[role], role, split, labels.get(role, {}), model) for role, split in raw.items()
     ]
@@ -210,7 +210,7 @@ def _check_labels(
     job: TrainerJob,
     task: TaskParts,
     raw: Mapping[Role, RawSplit],
-    found: _Findings,
+    findings: _Findings,
     *,
     trains: Trains | None,
 ) -> dict[Role, dict[str, int]]:
@@ -219,9 +219,9 @@ def _check_labels(
     counts: dict[Role, dict[str, int]] = {}
     if not judged:
         return counts
-    with found.collected(partial=any(split.partial for split in judged.values()), known=trains is not None):
+    with findings.collected(partial=any(split.partial for split in judged.values()), known=trains is not None):
         targets = task.encoding.targets(cast(Mapping[str, RawSplit], judged), _columns(job), None)
-        found.notes.extend(targets.notes)
+        findings.notes.extend(targets.notes)
         for role in judged:
             if role in targets.of:
                 counts[role] = task.encoding.count_labels(targets.of[role], targets.labels)
@@ -230,7 +230,7 @@ def _check_labels(
         if trains is not None and trains.stopping is not None:
             refuse_unmeasured_stopping(job, trains.stopping, measured)
     if trains is not None and "train" in raw and not raw["train"].partial:
-        with found.collected():
+        with findings.collected():
             rows = len(raw["train"].rows)
             if "validation" not in raw:
                 rows = len(split_validation(raw["train"], job.seed)[0])
@@ -259,8 +259,8 @@ def _described(
     for name in dict.fromkeys(encoding.inputs(part.columns).values()):
         texts = [_texts(value) for value in table[name].to_pylist()] if _has_text(table[name].type) else []
         if texts:
-            words[name] = _lengths([sum(len(text.split()) for text in each) for each in texts])
-            characters[name] = _lengths([sum(map(len, each)) for each in texts])
+            words[name] = _lengths([sum(len(text.split()) for text in cell) for cell in texts])
+            characters[name] = _lengths([sum(map(len, cell)) for cell in texts])
     tokens = _token_counts(table, [*words], model)
     longer = sum(count > model.max_length for count in tokens) if tokens and model and model.max_length else None
     return CheckedSplit(
@@ -291,7 +291,7 @@ def _texts(value: Any) -> list[str]:
         return [value]
     if isinstance(value, dict):
         return _texts(value.get("content"))
-    return [text for each in value for text in _texts(each)] if isinstance(value, list) else []
+    return [text for item in value for text in _texts(item)] if isinstance(value, list) else []
 
 
 def _token_counts(table: pa.Table, columns: Sequence[str], model: _Model | None) -> list[int]:
@@ -301,7 +301,7 @@ def _token_counts(table: pa.Table, columns: Sequence[str], model: _Model | None)
     some = table.take(list(range(0, len(table), -(-len(table) // _TOKENIZED_ROWS))))
     texts = [[" ".join(_texts(value)) for value in some[name].to_pylist()] for name in columns]
     pairs = texts[0] if len(texts) == 1 else list(zip(*texts, strict=True))
-    return [len(each.ids) for each in model.tokenizer.encode_batch(pairs)]
+    return [len(encoding.ids) for encoding in model.tokenizer.encode_batch(pairs)]
 
 
 def _lengths(counts: Sequence[int]) -> TextLengths:

@@ -149,10 +149,10 @@ class RowFolder:
                 self._opened[name] = datasets.Dataset.from_file(str(path))
             except pa.ArrowInvalid as error:
                 raise ValueError(f"{path} cannot be read: {error}") from error
-        found = self._opened[name]
-        if len(found) != rows:
-            raise ValueError(f"{self._folder / name} has {len(found)} rows instead of {rows}")
-        return found
+        dataset = self._opened[name]
+        if len(dataset) != rows:
+            raise ValueError(f"{self._folder / name} has {len(dataset)} rows instead of {rows}")
+        return dataset
 
 
 # -------------------------------------------------------------------------------------------------------------- shards
@@ -200,10 +200,10 @@ def _stored_targets(targets: NDArray[Any] | None) -> StoredNumbers | StoredObjec
 def _targets(stored: StoredNumbers | StoredObjects) -> NDArray[Any]:
     if isinstance(stored, StoredNumbers):
         return _numbers(stored)
-    found = np.empty(len(stored.objects), object)
-    for at, each in enumerate(stored.objects):
-        found[at] = _object(each)
-    return found
+    targets = np.empty(len(stored.objects), object)
+    for at, target in enumerate(stored.objects):
+        targets[at] = _object(target)
+    return targets
 
 
 def _stored_numbers(values: NDArray[Any]) -> StoredNumbers:
@@ -231,11 +231,11 @@ def _plain(value: object) -> JsonValue:
         case float():
             return {"float": value.hex()}
         case tuple():
-            return {"tuple": [_plain(each) for each in value]}
+            return {"tuple": [_plain(item) for item in value]}
         case list():
-            return [_plain(each) for each in value]
+            return [_plain(item) for item in value]
         case dict():
-            return {"dict": [[str(key), _plain(each)] for key, each in value.items()]}
+            return {"dict": [[str(key), _plain(item)] for key, item in value.items()]}
         case np.ndarray():
             return {"array": _stored_numbers(value).model_dump(mode="json")}
         case _:
@@ -248,7 +248,7 @@ def _object(stored: JsonValue) -> Any:
         case None | bool() | int() | str():
             return stored
         case list():
-            return [_object(each) for each in stored]
+            return [_object(item) for item in stored]
         case {"float": str(text), **others} if not others:
             return float.fromhex(text)
         case {"tuple": list(items), **others} if not others:
@@ -344,7 +344,7 @@ _RESULT: TypeAdapter[StoredFailure | ShardFacts] = TypeAdapter(
 
 def read_result_text(text: bytes) -> ShardFacts | StageError:
     """Return the result of `result_text`. Raise ValueError for another text."""
-    found = _RESULT.validate_json(text)
-    if isinstance(found, ShardFacts):
-        return found
-    return StageError(found.failure_class, found.reason, found.message, found.hint)
+    result = _RESULT.validate_json(text)
+    if isinstance(result, ShardFacts):
+        return result
+    return StageError(result.failure_class, result.reason, result.message, result.hint)

@@ -371,9 +371,9 @@ def split_validation(train: RawSplit, seed: int) -> tuple[NDArray[np.int64], NDA
             "no validation split.",
             "Add rows, or a validation split.",
         )
-    chosen = np.zeros(count, bool)
-    chosen[np.random.default_rng(seed).permutation(count)[: max(1, round(count * _VALIDATION_SHARE))]] = True
-    return np.flatnonzero(~chosen), np.flatnonzero(chosen)
+    validation = np.zeros(count, bool)
+    validation[np.random.default_rng(seed).permutation(count)[: max(1, round(count * _VALIDATION_SHARE))]] = True
+    return np.flatnonzero(~validation), np.flatnonzero(validation)
 
 
 def _only(rows: Rows, index: NDArray[np.int64]) -> Rows:
@@ -410,8 +410,8 @@ def _write(
         done += count
         progress.update(done, total)
 
-    for shard, found in zip(shards, _written(folder, order, shards, progressed, leader), strict=True):
-        made[shard.role].add(found)
+    for shard, shard_facts in zip(shards, _written(folder, order, shards, progressed, leader), strict=True):
+        made[shard.role].add(shard_facts)
     for role in parts:
         if rows[role].targets is not None and not made[role].learnt:
             raise StageError(
@@ -423,7 +423,7 @@ def _write(
             )
     facts = DataFacts(
         fingerprint=order.fingerprint,
-        splits={role: found.of_split() for role, found in made.items()},
+        splits={role: shard_facts.of_split() for role, shard_facts in made.items()},
         labels=labels.names,
         label_form=labels.form,
         label_counts=_counts(order.task.encoding, rows, labels),
@@ -441,9 +441,9 @@ def _write(
 
 
 def _cut_notes(made: Mapping[str, ShardFacts], max_length: int) -> Iterator[str]:
-    for role, found in made.items():
-        if found.truncated:
-            share = f"{found.truncated:,} of {found.rows:,} rows of {role} ({100 * found.truncated / found.rows:.1f} %)"
+    for role, facts in made.items():
+        if facts.truncated:
+            share = f"{facts.truncated:,} of {facts.rows:,} rows of {role} ({100 * facts.truncated / facts.rows:.1f} %)"
             yield f"{share} exceed {max_length} tokens and are truncated; preparation.maxLength sets the limit."
 
 

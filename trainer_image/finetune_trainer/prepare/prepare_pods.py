@@ -214,25 +214,25 @@ class Leader:
         place.mkdir()
         kept = RowFolder(scratch)
         for index in range(1, count):
-            own = {number: shards[number] for number in range(index, len(shards), count)}
-            write_atomically(place / _order_name(index), pod_order(recipe, own, kept), folder=False)
+            pod_shards = {number: shards[number] for number in range(index, len(shards), count)}
+            write_atomically(place / _order_name(index), pod_order(recipe, pod_shards, kept), folder=False)
         self._publish(state="ordered", orders=str(place.relative_to(self._pod.root)))
-        found = _Collection(self._pod, place, shards, progressed)
+        collection = _Collection(self._pod, place, shards, progressed)
         for number in range(0, len(shards), count):
-            found.add(number, _write(place, number, shards[number], encoder, found.while_writing))
-        while (missing := found.missing()) is not None:
+            collection.add(number, _write(place, number, shards[number], encoder, collection.while_writing))
+        while (missing := collection.missing()) is not None:
             number, silent = missing
             if not silent:
                 time.sleep(POLL_SECONDS)
                 continue
             log.warning("Pod %d of %d sends no heartbeat; pod 0 writes shard %d itself.", number % count, count, number)
-            found.add(number, _write(place, number, shards[number], encoder, lambda _rows: None))
+            collection.add(number, _write(place, number, shards[number], encoder, lambda _rows: None))
             progressed(len(shards[number].rows.index))
         for number, shard in enumerate(shards):
             # A pod that was given up may still write to its own place, but no longer to the result.
             name = shard_name(shard.role, shard.number, shard.of)
             (place / name).replace(folder / name)
-            yield found.facts[number]
+            yield collection.facts[number]
 
 
 class _Collection:
@@ -266,7 +266,7 @@ class _Collection:
             for number in range(len(self._shards))
             if number not in self.facts
         ]
-        return max(missing, key=lambda each: each[1], default=None)
+        return max(missing, key=lambda shard: shard[1], default=None)
 
     def _look(self) -> None:
         """Read the others' messages. Raise StageError when one of them has failed."""

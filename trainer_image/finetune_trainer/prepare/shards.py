@@ -58,9 +58,9 @@ class Rows:
         span = self.raw.select_columns(list(columns)).with_format("arrow")[first:end]
         if end - first == len(index):
             return span
-        chosen = np.zeros(end - first, bool)
-        chosen[index - first] = True
-        return span.filter(pa.array(chosen))
+        mask = np.zeros(end - first, bool)
+        mask[index - first] = True
+        return span.filter(pa.array(mask))
 
     def part(self, start: int, stop: int) -> Rows:
         """Return some of the rows."""
@@ -169,8 +169,8 @@ class Encoder:
             (self._encoded(part, inputs, None), index[start : start + len(part)], start)
             for start, part in _bounded(0, rows)
         ]
-        found = FeatureSet.of(_batch(*part) for part in parts)
-        return found, sum(encoded.truncated for encoded, _, _ in parts)
+        features = FeatureSet.of(_batch(*part) for part in parts)
+        return features, sum(encoded.truncated for encoded, _, _ in parts)
 
     def _encoded(self, rows: pa.Table, inputs: Mapping[str, str], targets: NDArray[Any] | None) -> Encoded:
         given = {role: rows[name].to_pylist() for role, name in inputs.items()}

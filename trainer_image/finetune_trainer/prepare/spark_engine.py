@@ -61,9 +61,9 @@ def write_by_spark(
         written = session.createDataFrame(rows, _COLUMNS).mapInArrow(
             _Writer(folder, scratch, recipe_text(recipe)), _COLUMNS
         )
-        found = {row["number"]: read_result_text(bytes(row["value"])) for row in written.collect()}
+        results = {row["number"]: read_result_text(bytes(row["value"])) for row in written.collect()}
     for number, shard in enumerate(shards):
-        result = found[number]
+        result = results[number]
         if isinstance(result, StageError):
             raise result
         progressed(len(shard.rows.index))

@@ -110,27 +110,27 @@ def _layers(text: PretrainedConfig, job: TrainerJob) -> int:
 def _feed_forward(text: PretrainedConfig, job: TrainerJob, hidden: int) -> int:
     """Return the width of the feed-forward layer; of a mixture, that of the experts that one token passes."""
     names = ("intermediate_size", "d_ff", "hidden_dim", "ffn_dim", "encoder_ffn_dim", "n_inner")
-    chosen, all_experts = _experts(text)
+    passed, all_experts = _experts(text)
     if not all_experts:
         return _size(text, job, *names, default=4 * hidden)
-    return chosen * _size(text, job, "moe_intermediate_size", *names, default=4 * hidden)
+    return passed * _size(text, job, "moe_intermediate_size", *names, default=4 * hidden)
 
 
 def _experts(text: PretrainedConfig) -> tuple[int, int]:
     """Return how many experts a token passes, and how many there are; 0 of 0 for a model that is no mixture."""
-    chosen = getattr(text, "num_experts_per_tok", None)
+    passed = getattr(text, "num_experts_per_tok", None)
     numbers = (getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
     all_experts = next((number for number in numbers if isinstance(number, int) and number > 0), 0)
-    return (min(chosen, all_experts), all_experts) if isinstance(chosen, int) and chosen > 0 and all_experts else (0, 0)
+    return (min(passed, all_experts), all_experts) if isinstance(passed, int) and passed > 0 and all_experts else (0, 0)
 
 
 def _idle_parameters(model: PreTrainedModel, text: PretrainedConfig) -> int:
     """Return the parameters of experts that one token does not pass."""
-    chosen, all_experts = _experts(text)
+    passed, all_experts = _experts(text)
     if not all_experts:
         return 0
-    routed = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
-    return routed // all_experts * (all_experts - chosen)
+    routed = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
+    return routed // all_experts * (all_experts - passed)
 
 
 def _linear_layers(model: nn.Module) -> dict[str, LinearWidths]:
@@ -149,8 +149,8 @@ def _linear_layers(model: nn.Module) -> dict[str, LinearWidths]:
 
 def _head_labels(job: TrainerJob, config: PretrainedConfig) -> int:
     """Return the number of the head's labels: the model's own when nothing is trained, else assumed."""
-    own = None if job.training else task_parts(job.task).head.model_labels(config)
-    return len(own.names) if own and own.names else ASSUMED_LABELS
+    labels = None if job.training else task_parts(job.task).head.model_labels(config)
+    return len(labels.names) if labels and labels.names else ASSUMED_LABELS
 
 
 def _size(config: PretrainedConfig, job: TrainerJob, *names: str, default: int | None = None) -> int:
@@ -192,9 +192,9 @@ def hardware_facts() -> HardwareFacts:
         properties = [torch.cuda.get_device_properties(i) for i in range(count)]
         gpu = DeviceFacts(
             product=properties[0].name,
-            memory_bytes=min(each.total_memory for each in properties),
+            memory_bytes=min(device.total_memory for device in properties),
             bf16=all(map(has_bf16, properties)),
-            capability=capability_of(min(properties, key=lambda each: (each.major, each.minor))),
+            capability=capability_of(min(properties, key=lambda device: (device.major, device.minor))),
         )
     return HardwareFacts(
         cpu_cores=usable_cores(),
@@ -232,7 +232,7 @@ def usable_memory_bytes(cgroup: Path = _CGROUP) -> int:
 
 def _cgroup_folders(cgroup: Path) -> list[Path]:
     """Return the folders of this process's cgroup v2 and its parents; inside a container the root is its own group."""
-    own = next(
+    group = next(
         (
             line[3:].strip("/")
             for line in (_text(Path("/proc/self/cgroup")) or "").splitlines()
@@ -240,7 +240,7 @@ def _cgroup_folders(cgroup: Path) -> list[Path]:
         ),
         "",
     )
-    folder = cgroup / own
+    folder = cgroup / group
     if not folder.is_dir():
         return [cgroup]
     return [folder, *(parent for parent in folder.parents if parent == cgroup or cgroup in parent.parents)]

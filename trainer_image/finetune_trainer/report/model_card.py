@@ -119,11 +119,11 @@ def training_settings(job: TrainerJob, train: Mapping[str, Any]) -> dict[str, st
     }
 
 
-def _communication(found: object) -> dict[str, str]:
+def _communication(stored: object) -> dict[str, str]:
     """Return the transports that NCCL chose; {} if they are not known."""
-    if not isinstance(found, dict):
+    if not isinstance(stored, dict):
         return {}
-    transports = Communication.model_validate(found)
+    transports = Communication.model_validate(stored)
     return {"Communication": f"NCCL {transports.library or ''}: {transports.words}"}
 
 

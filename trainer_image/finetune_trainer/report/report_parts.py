@@ -222,13 +222,13 @@ class Cost:
 def cost_shown(job: TrainerJob, plan: Mapping[str, Any], paths: JobPaths) -> Cost | None:
     """Sum the reports of the completed stages; None before the first."""
     world = job.training.world if job.training else job.script.world if job.script else None
-    found = {stage: seconds for stage in Stage if (seconds := _stage_seconds(paths, stage)) is not None}
-    if not found:
+    durations = {stage: seconds for stage in Stage if (seconds := _stage_seconds(paths, stage)) is not None}
+    if not durations:
         return None
-    nodes = {stage: world.nodes if world is not None and stage is Stage.TRAIN else 1 for stage in found}
-    used = {stage: seconds * nodes[stage] for stage, seconds in found.items()}
-    total, node_total = sum(found.values()), sum(used.values())
-    rows = [(str(stage), _duration(seconds), _duration(used[stage])) for stage, seconds in found.items()]
+    nodes = {stage: world.nodes if world is not None and stage is Stage.TRAIN else 1 for stage in durations}
+    used = {stage: seconds * nodes[stage] for stage, seconds in durations.items()}
+    total, node_total = sum(durations.values()), sum(used.values())
+    rows = [(str(stage), _duration(seconds), _duration(used[stage])) for stage, seconds in durations.items()]
     rows.append(("total", _duration(total), _duration(node_total)))
     estimate = plan.get("estimate") or {}
     if estimate.get("cost") is None or not estimate.get("seconds"):
@@ -250,13 +250,13 @@ def check_rows(train: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         return []
     check = PlanCheck.model_validate(train["plan_check"])
     rows: list[tuple[str, str, str, str]] = []
-    for name, found, text in (
+    for name, comparison, text in (
         ("memory of the fullest device", check.memory, human_bytes),
         ("time of a step", check.step_time, human_step),
     ):
-        if found is not None:
-            rows.append((name, text(found.planned), text(found.measured), f"{found.ratio:.2f}"))
-            rows += [(f"of it {term}", "", "", f"{ratio:.2f}") for term, ratio in found.terms.items()]
+        if comparison is not None:
+            rows.append((name, text(comparison.planned), text(comparison.measured), f"{comparison.ratio:.2f}"))
+            rows += [(f"of it {term}", "", "", f"{ratio:.2f}") for term, ratio in comparison.terms.items()]
     return rows
 
 
@@ -317,15 +317,15 @@ def memory_picture(train: Mapping[str, Any], memory: Mapping[str, Any]) -> Memor
     planned = PlannedTraining.model_validate(train["planned"]) if "planned" in train else _by_plan(memory)
     if planned is None or not planned.memory_bytes or not planned.memory_terms:
         return None
-    found = MeasuredTraining.model_validate(train["measured"]) if "measured" in train else None
-    peak, measured = (found.memory_bytes, found.memory_terms) if found is not None else (0, {})
+    measurement = MeasuredTraining.model_validate(train["measured"]) if "measured" in train else None
+    peak, measured = (measurement.memory_bytes, measurement.memory_terms) if measurement is not None else (0, {})
     total, capacity = planned.memory_bytes, memory.get("capacityBytes", 0)
     against_device = max(total, peak) <= capacity <= _MOST_FREE * total
     scale = capacity if against_device else max(total, peak)
 
     def bar(name: str, begin: float, size: float, measure: int | None) -> MemoryBar:
         text = "" if measure is None else human_bytes(measure)
-        widths = (round(100 * each / scale, 2) for each in (begin, size, measure or 0))
+        widths = (round(100 * amount / scale, 2) for amount in (begin, size, measure or 0))
         return MemoryBar(name, human_bytes(size), text, *widths)
 
     bars, begin = [], 0
@@ -335,7 +335,7 @@ def memory_picture(train: Mapping[str, Any], memory: Mapping[str, Any]) -> Memor
     groups = memory_groups(planned)
     sums = [name for name in measured if name in groups and name not in planned.memory_terms]
     bars += [bar(name, 0, groups[name], measured[name]) for name in sums]
-    bars.append(bar("total", 0, total, peak if found is not None else None))
+    bars.append(bar("total", 0, total, peak if measurement is not None else None))
     whole = f"{human_bytes(scale)}, {'the memory of the device' if against_device else 'the larger total'}"
     return MemoryPicture(tuple(bars), f"The whole width is {whole}.")
 

@@ -68,8 +68,8 @@ def merge_metrics(paths: JobPaths, section: Mapping[str, Any], *, without: Colle
     """Merge `section`, such as `{"train": {...}}`, into metrics.json: its keys are replaced, those in `without` are
     deleted, others stay. Return the whole content.
     """
-    found = _read_json(paths.metrics) or {}
-    merged = {**{name: value for name, value in found.items() if name not in without}, **section}
+    content = _read_json(paths.metrics) or {}
+    merged = {**{name: value for name, value in content.items() if name not in without}, **section}
     write_atomically(paths.metrics, json.dumps(merged, indent=2, ensure_ascii=False) + "\n")
     return merged
 
@@ -83,7 +83,7 @@ def merge_generation(paths: JobPaths, stage: Stage, figures: Mapping[str, float]
     run.
     """
     before = (_read_json(paths.metrics) or {}).get(GENERATION, {})
-    after = {name: found for name, found in before.items() if name != stage}
+    after = {name: entry for name, entry in before.items() if name != stage}
     if figures:
         after[str(stage)] = dict(figures)
     if after != before:
@@ -218,9 +218,9 @@ def write_report(
 
     metrics = _read_json(paths.metrics) or {}
     plan = plan_json or {}
-    facts = DataFacts.model_validate(found) if (found := _read_json(paths.prepared / FACTS_FILE)) else None
+    facts = DataFacts.model_validate(content) if (content := _read_json(paths.prepared / FACTS_FILE)) else None
     samples = _read_json(paths.root / SAMPLES_FILE)
-    label_counts = sorted(facts.label_counts.items(), key=lambda each: -each[1]) if facts else []
+    label_counts = sorted(facts.label_counts.items(), key=lambda pair: -pair[1]) if facts else []
     gate, cost = parts.gate_shown(job, metrics), parts.cost_shown(job, plan, paths)
     page = (
         page_templates(autoescape=True)
@@ -323,8 +323,8 @@ def _worst_metric(backend: Mapping[str, Any]) -> str:
 def _generation_rows(figures: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str, str]]:
     """Return stage, generated tokens, and tokens per second."""
     return [
-        (stage, f"{each['generated_tokens']:,}", f"{rate:,.1f}" if (rate := each.get("tokens_per_second")) else "")
-        for stage, each in figures.items()
+        (stage, f"{entry['generated_tokens']:,}", f"{rate:,.1f}" if (rate := entry.get("tokens_per_second")) else "")
+        for stage, entry in figures.items()
     ]
 
 

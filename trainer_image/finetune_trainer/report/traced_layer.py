@@ -89,7 +89,7 @@ def _traced(model: PreTrainedModel) -> tuple[int, ...]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    block, found = _block(model), []
+    block, totals = _block(model), []
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu").train()
         for length in LENGTHS:
@@ -99,11 +99,11 @@ def _traced(model: PreTrainedModel) -> tuple[int, ...]:
                 with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor):
                     model(input_ids=torch.zeros((ROWS, length), dtype=torch.long))
             except _BlockDoneError:
-                found.append(saved.total)
+                totals.append(saved.total)
             finally:
                 for hook in hooks:
                     hook.remove()
-    return tuple(found)
+    return tuple(totals)
 
 
 def _block(model: PreTrainedModel) -> nn.Module:

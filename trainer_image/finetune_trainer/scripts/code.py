@@ -51,8 +51,8 @@ class Program:
 
 def fetch_code(script: Script, paths: JobPaths) -> Program:
     """Return the program, fetched if missing. StageError as `git.fetch` and `open_code`."""
-    found = _fetched(paths)
-    if found is None or (found.url, found.ref) != (script.url, script.ref):
+    fetched = _fetched(paths)
+    if fetched is None or (fetched.url, fetched.ref) != (script.url, script.ref):
         _fetch(script, paths)
     program = open_code(script, paths)
     log.info("%s at %s is commit %s.", script.url, script.ref, program.commit)
@@ -78,8 +78,8 @@ def open_code(script: Script, paths: JobPaths) -> Program:
     """Return the program that prepare fetched. StageError CONFIG `NotPrepared`, `FolderNotFound`, `EntryPointNotFound`,
     `LeadsOut`.
     """
-    found = _fetched(paths)
-    if found is None or (found.url, found.ref) != (script.url, script.ref):
+    fetched = _fetched(paths)
+    if fetched is None or (fetched.url, fetched.ref) != (script.url, script.ref):
         message = f"{paths.code} does not hold {script.url} at {script.ref}."
         raise StageError(FailureClass.CONFIG, "NotPrepared", message, "Run the stage prepare first.")
     root = paths.code / REPOSITORY
@@ -87,13 +87,13 @@ def open_code(script: Script, paths: JobPaths) -> Program:
     _stay_inside(folder, root, "training.script.git.path", script.path or ".")
     if not folder.is_dir():
         folders = _there(root, root.rglob("*/"))
-        raise _missing("training.script.git.path", "FolderNotFound", script.path or ".", found, folders)
+        raise _missing("training.script.git.path", "FolderNotFound", script.path or ".", fetched, folders)
     file = folder / script.entry_point
     _stay_inside(file, root, "training.script.entryPoint", script.entry_point)
     if not file.is_file():
         files = _there(folder, folder.rglob("*.py"))
-        raise _missing("training.script.entryPoint", "EntryPointNotFound", script.entry_point, found, files)
-    return Program(folder, file, found.commit)
+        raise _missing("training.script.entryPoint", "EntryPointNotFound", script.entry_point, fetched, files)
+    return Program(folder, file, fetched.commit)
 
 
 def _fetched(paths: JobPaths) -> Fetched | None:
@@ -117,16 +117,16 @@ def _stay_inside(path: Path, root: Path, field: str, value: str) -> None:
     )
 
 
-def _there(root: Path, found: Iterable[Path]) -> list[str]:
-    return sorted(str(path.relative_to(root)) for path in found if not path.is_symlink() and path != root)
+def _there(root: Path, paths: Iterable[Path]) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in paths if not path.is_symlink() and path != root)
 
 
-def _missing(field: str, reason: str, value: str, found: Fetched, there: list[str]) -> StageError:
+def _missing(field: str, reason: str, value: str, fetched: Fetched, there: list[str]) -> StageError:
     near = difflib.get_close_matches(value, there, n=1)
     return StageError(
         FailureClass.CONFIG,
         reason,
-        f"{field} is {value!r}, and commit {found.commit} of {found.url} does not have it. "
+        f"{field} is {value!r}, and commit {fetched.commit} of {fetched.url} does not have it. "
         f"It has {first_of(there, _SHOWN)}.",
         f"Did you mean {near[0]}?" if near else "Use one of them.",
     )

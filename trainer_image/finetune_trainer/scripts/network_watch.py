@@ -59,21 +59,21 @@ class NetworkWatch:
         text = nccl_log(self._environment)
         if failed and (reason := unusable_network(self._world.network, text)) is not None:
             raise reason
-        found = network_of(text)
+        communication = network_of(text)
         try:
-            refuse_sockets(found, self._world.network)
+            refuse_sockets(communication, self._world.network)
         except StageError as late:  # it has ended by itself, with its result
             log.warning("%s %s", late.message, late.hint)
-        return found
+        return communication
 
     def _look(self) -> None:
         while not self._ended.wait(LOOK_SECONDS):
-            found = network_of(nccl_log(self._environment))
-            if found is None:
+            communication = network_of(nccl_log(self._environment))
+            if communication is None:
                 continue
-            log.info("NCCL %s: %s.", found.library or "", found.words)
+            log.info("NCCL %s: %s.", communication.library or "", communication.words)
             try:
-                refuse_sockets(found, self._world.network)
+                refuse_sockets(communication, self._world.network)
             except StageError as error:
                 self._refused = error
                 self._stop()

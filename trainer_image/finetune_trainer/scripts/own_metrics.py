@@ -31,11 +31,11 @@ class OwnMetrics:
 
 def without_own_metrics(job: TrainerJob) -> TrainerJob:
     """Return the job with the metrics of its task alone, which the stage evaluate measures itself."""
-    evaluation, own = job.evaluation, _names(job)
-    if evaluation is None or not own:
+    evaluation, names = job.evaluation, _names(job)
+    if evaluation is None or not names:
         return job
-    metrics = None if evaluation.metrics is None else tuple(name for name in evaluation.metrics if name not in own)
-    gate = None if evaluation.gate is None or evaluation.gate.metric in own else evaluation.gate
+    metrics = None if evaluation.metrics is None else tuple(name for name in evaluation.metrics if name not in names)
+    gate = None if evaluation.gate is None or evaluation.gate.metric in names else evaluation.gate
     return job.model_copy(update={"evaluation": evaluation.model_copy(update={"metrics": metrics, "gate": gate})})
 
 
@@ -48,8 +48,8 @@ def own_metrics(job: TrainerJob, paths: JobPaths) -> OwnMetrics:
     gate = job.evaluation.gate if job.evaluation else None
     values = {}
     for name in names:
-        found = next((f"{prefix}{name}" for prefix in _PREFIXES if f"{prefix}{name}" in written), None)
-        if found is None:
+        key = next((f"{prefix}{name}" for prefix in _PREFIXES if f"{prefix}{name}" in written), None)
+        if key is None:
             path = "gate.metric" if gate is not None and gate.metric == name else "metrics"
             raise StageError(
                 FailureClass.CONFIG,
@@ -58,7 +58,7 @@ def own_metrics(job: TrainerJob, paths: JobPaths) -> OwnMetrics:
                 f"wrote {', '.join(sorted(written)[:20]) or 'no metric'}.",
                 f"Set evaluation.{path} to one of them, or write {name} with Trainer.save_metrics.",
             )
-        values[name] = written[found]
+        values[name] = written[key]
     return OwnMetrics(values, gate if gate is not None and gate.metric in names else None)
 
 

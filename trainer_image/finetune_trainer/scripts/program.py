@@ -129,19 +129,19 @@ def program_environment(
     base: Mapping[str, str], job: TrainerJob, script: Script, paths: JobPaths, program: Program, world: ProcessWorld
 ) -> dict[str, str]:
     """Return the program's environment: that of this process, and more."""
-    found = {name: value for name, value in base.items() if name not in _OURS}
+    environment = {name: value for name, value in base.items() if name not in _OURS}
     if not world.is_main:
         for name in _KUBEFLOW:
-            found.pop(name, None)
+            environment.pop(name, None)
     if world.size > 1:
-        settle_rank(found, world)
-    found["OMP_NUM_THREADS"] = str(script.world.threads_per_process)
+        settle_rank(environment, world)
+    environment["OMP_NUM_THREADS"] = str(script.world.threads_per_process)
     if script.world.device == "cpu":
         # As `accelerate launch --cpu` does: without it every process would silently train alone.
-        found["ACCELERATE_USE_CPU"] = "true"
+        environment["ACCELERATE_USE_CPU"] = "true"
     folders = [str(program.folder.absolute()), *filter(None, [base.get("PYTHONPATH")]), *site.__path__]
-    found["PYTHONPATH"] = os.pathsep.join(folders)
-    return found | variables(job, script, paths)
+    environment["PYTHONPATH"] = os.pathsep.join(folders)
+    return environment | variables(job, script, paths)
 
 
 def _measured(paths: JobPaths) -> dict[str, float]:
@@ -150,11 +150,11 @@ def _measured(paths: JobPaths) -> dict[str, float]:
     """
     file = next((path for folder in (paths.model, paths.checkpoints) if (path := folder / _RESULTS).is_file()), None)
     try:
-        found = {} if file is None else json.loads(file.read_bytes())
+        results = {} if file is None else json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         log.warning("%s cannot be read, so its metrics are not reported: %s", file, error)
         return {}
-    values = found.items() if isinstance(found, dict) else ()
+    values = results.items() if isinstance(results, dict) else ()
     return {
         str(name).removeprefix("train_"): value
         for name, value in values
@@ -222,8 +222,8 @@ def last_error(output: str) -> tuple[str, str]:
 def _place(output: str, program: Program) -> str:
     """Return the last place in the traceback that is in the program's own files."""
     root = str(program.folder.absolute()) + os.sep
-    own = [match for match in _FRAME.finditer(output.rpartition(_TRACEBACK)[2]) if match["file"].startswith(root)]
-    return f" at {own[-1]['file'].removeprefix(root)}, line {own[-1]['line']}" if own else ""
+    frames = [match for match in _FRAME.finditer(output.rpartition(_TRACEBACK)[2]) if match["file"].startswith(root)]
+    return f" at {frames[-1]['file'].removeprefix(root)}, line {frames[-1]['line']}" if frames else ""
 
 
 def _check_model(job: TrainerJob, model: Path) -> None:

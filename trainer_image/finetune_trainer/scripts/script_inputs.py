@@ -96,41 +96,41 @@ def check_inputs(job: TrainerJob) -> None:
 def variables(job: TrainerJob, script: Script, paths: JobPaths) -> dict[str, str]:
     """Return the variables of `SCRIPT_VARIABLES` that have a value."""
     name, keywords = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
-    found = {
+    environment = {
         ENV_SCRIPT_MODEL: name,
         ENV_SCRIPT_OUTPUT: str(paths.model.absolute()),
         ENV_SCRIPT_CHECKPOINTS: str(paths.checkpoints.absolute()),
     }
     if "revision" in keywords:
-        found[ENV_SCRIPT_REVISION] = str(keywords["revision"])
+        environment[ENV_SCRIPT_REVISION] = str(keywords["revision"])
     if job.dataset is not None:
-        found |= _data(job.dataset)
+        environment |= _data(job.dataset)
     newest = newest_checkpoint(paths.checkpoints.absolute()) if script.resume else None
-    return found if newest is None else found | {ENV_SCRIPT_RESUME_FROM: str(newest)}
+    return environment if newest is None else environment | {ENV_SCRIPT_RESUME_FROM: str(newest)}
 
 
 def _data(dataset: DataSource) -> dict[str, str]:
     uri = Uri.parse(dataset.uri, "dataset.uri")
-    found = {
+    environment = {
         ENV_SCRIPT_SPLITS: json.dumps(dataset.splits.model_dump(by_alias=True, exclude_none=True)),
         ENV_SCRIPT_COLUMNS: json.dumps(dataset.columns.model_dump(by_alias=True, exclude_none=True)),
     }
     if dataset.config is not None:
-        found[ENV_SCRIPT_DATASET_CONFIG] = dataset.config
+        environment[ENV_SCRIPT_DATASET_CONFIG] = dataset.config
     match uri.scheme:
         case "hf":
             name, _, revision = uri.rest.strip("/").partition("@")
-            found[ENV_SCRIPT_DATASET] = name.removeprefix("datasets/")
+            environment[ENV_SCRIPT_DATASET] = name.removeprefix("datasets/")
             if revision:
-                found[ENV_SCRIPT_DATASET_REVISION] = revision
+                environment[ENV_SCRIPT_DATASET_REVISION] = revision
         case "file":
-            found[ENV_SCRIPT_DATASET] = str(local_path(uri).absolute())
+            environment[ENV_SCRIPT_DATASET] = str(local_path(uri).absolute())
         case "pkg":
             path = package_path(uri, "dataset.uri", FailureClass.DATA, "DataNotFound")
-            found[ENV_SCRIPT_DATASET] = str(path)
+            environment[ENV_SCRIPT_DATASET] = str(path)
         case _:
-            found[ENV_SCRIPT_DATASET] = dataset.uri
-    return found
+            environment[ENV_SCRIPT_DATASET] = dataset.uri
+    return environment
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints

@@ -163,7 +163,7 @@ def _fail(
     First release everything that the failed frames hold: memory may be used up, or the disk by a deleted file that is
     still open.
     """
-    failure, found = classify(error), findings or Findings()
+    failure, facts = classify(error), findings or Findings()
     if failure.failure_class is FailureClass.PROGRAM:
         log.error("%s", "".join(traceback.format_exception(error)))
     for link in chain(error):
@@ -176,8 +176,8 @@ def _fail(
             world_size=world.size,
             outcome="failed",
             failure=failure,
-            devices=found.devices,
-            communication=found.communication,
+            devices=facts.devices,
+            communication=facts.communication,
             seconds=time.monotonic() - started,
         )
         write_report(report, report_path(world.rank, os.environ))

@@ -70,21 +70,21 @@ def claim(paths: JobPaths, stage: Stage, job: TrainerJob) -> None:
     paths.root.parent.mkdir(parents=True, exist_ok=True)
     # The lock of the finetune command: it excludes that command and other attempts at prepare.
     with locked(paths.root.with_name(f".{paths.root.name}.lock")):
-        found = _marked(paths)
-        if found == job.run:
+        marked = _marked(paths)
+        if marked == job.run:
             return
         if paths.root.exists() and any(paths.root.iterdir()):
             place = _move_away(paths.root)
-            owner = "an unknown run" if found is None else f"run {found}"
+            owner = "an unknown run" if marked is None else f"run {marked}"
             log.warning("%s contained results of %s; moved them to %s.", paths.root, owner, place)
         write_atomically(paths.run, RunMarker(run=job.run).to_json())
 
 
 def _refuse_other_run(paths: JobPaths, run: str) -> None:
-    found = _marked(paths)
-    if found == run:
+    marked = _marked(paths)
+    if marked == run:
         return
-    problem = f"belongs to run {found!r}" if found is not None else f"has no marker of a run ({paths.run.name})"
+    problem = f"belongs to run {marked!r}" if marked is not None else f"has no marker of a run ({paths.run.name})"
     raise StageError(
         FailureClass.CONFIG,
         "OtherRun",

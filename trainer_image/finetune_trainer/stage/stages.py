@@ -232,14 +232,14 @@ def _evaluate_program(given: StageInput) -> dict[str, Any]:
     from finetune_trainer.report.reporting import merge_metrics
     from finetune_trainer.scripts.own_metrics import own_metrics, without_own_metrics
 
-    own = own_metrics(given.job, given.paths)
+    metrics = own_metrics(given.job, given.paths)
     job = _inference_job(replace(given, job=without_own_metrics(given.job)))
     sections = evaluate(job, given.paths, given.progress, given.world)
-    if sections and own.values:
-        sections["evaluate"] |= own.values
+    if sections and metrics.values:
+        sections["evaluate"] |= metrics.values
         merge_metrics(given.paths, sections)
-    if own.gate is not None:
-        check_gate(own.gate, own.values, "as the program measured it")
+    if metrics.gate is not None:
+        check_gate(metrics.gate, metrics.values, "as the program measured it")
     return sections
 
 
@@ -291,10 +291,10 @@ STAGES: Mapping[Stage, Callable[[StageInput], StageResult]] = {
 def refuse_combinations(job: TrainerJob, training: Training) -> None:
     """Raise StageError CONFIG `NotCombined` that names every constraint which the job breaks."""
     choices = choices_of(job, training)
-    found = broken(choices)
-    if found:
-        rules = "; ".join(_rule_text(each, each.value(choices)) for each in found)
-        hints = "; ".join(dict.fromkeys(f"spec.{each.field}: {each.hint}" for each in found))
+    constraints = broken(choices)
+    if constraints:
+        rules = "; ".join(_rule_text(constraint, constraint.value(choices)) for constraint in constraints)
+        hints = "; ".join(dict.fromkeys(f"spec.{constraint.field}: {constraint.hint}" for constraint in constraints))
         raise StageError(FailureClass.CONFIG, "NotCombined", f"{rules}.", f"{hints}.")
 
 

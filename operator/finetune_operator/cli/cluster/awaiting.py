@@ -91,11 +91,11 @@ async def wait_for(
     async def one(name: str) -> Wait:
         try:
             async with asyncio.timeout(timeout):
-                found = await _until(cluster, name, goal)
+                result = await _until(cluster, name, goal)
         except TimeoutError:
-            found = Wait(name, False, f"is not {goal} after {timeout:.0f} s", timed_out=True)
-        report(found)
-        return found
+            result = Wait(name, False, f"is not {goal} after {timeout:.0f} s", timed_out=True)
+        report(result)
+        return result
 
     async with asyncio.TaskGroup() as tasks:
         waits = [tasks.create_task(one(name)) for name in names]

@@ -284,9 +284,9 @@ class Cluster:
         labels = f"{UID_LABEL}={job.metadata.uid}"
         with self._translated_errors():
             items, _ = await self._client.list_objects(POD, job.metadata.namespace, labels)
-        found = [pod for item in items if (pod := pod_view(item)) is not None]
+        views = [pod for item in items if (pod := pod_view(item)) is not None]
         order = {stage: number for number, stage in enumerate(Stage)}
-        return tuple(sorted(found, key=lambda pod: (order[pod.stage], pod.attempt, pod.index or 0, pod.name)))
+        return tuple(sorted(views, key=lambda pod: (order[pod.stage], pod.attempt, pod.index or 0, pod.name)))
 
     async def log(
         self, job: ClusterJob, pod: PodView, *, follow: bool = False, tail: int | None = None, since: str | None = None

@@ -50,36 +50,36 @@ class Collected:
 
 async def collect(cluster: Cluster, job: ClusterJob, report: Callable[[str], None]) -> Collected:
     """Collect everything about the job that may be read; `report` is called with the name of each part."""
-    found = Collected()
+    collected = Collected()
 
     async def request(part: str, answer: Awaitable[T]) -> T | None:
         report(part)
         try:
             return await answer
         except ClusterError as error:
-            found.missing.append(f"{part}: {error}")
+            collected.missing.append(f"{part}: {error}")
             return None
 
-    found.files["job.json"] = job.raw
+    collected.files["job.json"] = job.raw
     events = await request("events", cluster.raw_events(job))
-    found.files["events.json"] = list(events or ())
+    collected.files["events.json"] = list(events or ())
     for kind in KINDS:
         objects = await request(kind.plural, cluster.objects(job, kind))
         if objects:
-            found.files[f"{kind.plural}.json"] = [as_shown(one) for one in objects]
+            collected.files[f"{kind.plural}.json"] = [as_shown(one) for one in objects]
     for pod in await request("the job's pods", cluster.pods(job)) or ():
         lines = await request(f"the log of {pod.name}", _log(cluster, job, pod))
         if lines:
-            found.files[f"logs/{pod.name}.log"] = "\n".join(lines) + "\n"
+            collected.files[f"logs/{pod.name}.log"] = "\n".join(lines) + "\n"
         elif lines is not None:
-            found.missing.append(f"the log of {pod.name}: it is empty")
-    found.files["versions.json"] = {
+            collected.missing.append(f"the log of {pod.name}: it is empty")
+    collected.files["versions.json"] = {
         "apiServer": await request("the API server's version", cluster.served_version()),
         "python": platform.python_version(),
         "system": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
     }
-    return found
+    return collected
 
 
 async def _log(cluster: Cluster, job: ClusterJob, pod: Any) -> list[str]:
@@ -100,12 +100,12 @@ def status_page(job: ClusterJob) -> str:
     return buffer.getvalue()
 
 
-def write_archive(path: Path, job: ClusterJob, found: Collected) -> list[str]:
+def write_archive(path: Path, job: ClusterJob, collected: Collected) -> list[str]:
     """Write the archive, with a folder of the job's name in it; return the names of its files. Raise OSError."""
     redactor = Redactor()
-    for content in found.files.values():
+    for content in collected.files.values():
         redactor.learn(content)
-    files = {**found.files, "status.txt": status_page(job), "README.txt": _readme(job, found)}
+    files = {**collected.files, "status.txt": status_page(job), "README.txt": _readme(job, collected)}
     # In JSON, texts are redacted one by one: redacting the whole could cut out half of its syntax.
     texts = {
         name: redactor.text(content)
@@ -122,7 +122,7 @@ def write_archive(path: Path, job: ClusterJob, found: Collected) -> list[str]:
     return sorted(texts)
 
 
-def _readme(job: ClusterJob, found: Collected) -> str:
+def _readme(job: ClusterJob, collected: Collected) -> str:
     lines = [
         f"FineTuneJob {job.name} of namespace {job.metadata.namespace}, collected {utc_now():%Y-%m-%d %H:%M:%S} UTC.",
         "",
@@ -130,5 +130,5 @@ def _readme(job: ClusterJob, found: Collected) -> str:
         "like tokens, keys or passwords, are replaced; review the files before you share them.",
         "",
     ]
-    lines += ["Not collected:", *found.missing] if found.missing else ["Everything could be read."]
+    lines += ["Not collected:", *collected.missing] if collected.missing else ["Everything could be read."]
     return "\n".join(lines) + "\n"

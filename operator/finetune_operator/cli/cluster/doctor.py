@@ -71,8 +71,10 @@ async def _lacking(cluster: Cluster) -> tuple[str, ...]:
 
 
 async def _groups(cluster: Cluster) -> tuple[str, ...]:
-    found = (await cluster.document("/apis")).get("groups")
-    return tuple(str(each.get("name")) for each in found if isinstance(each, dict)) if isinstance(found, list) else ()
+    groups = (await cluster.document("/apis")).get("groups")
+    return (
+        tuple(str(group.get("name")) for group in groups if isinstance(group, dict)) if isinstance(groups, list) else ()
+    )
 
 
 async def _served(cluster: Cluster) -> tuple[LauncherName, ...]:
@@ -83,7 +85,7 @@ async def _queues(cluster: Cluster) -> tuple[str, ...]:
     for api_version in QUEUE_VERSIONS:
         queue = Resource(api_version, "LocalQueue", "localqueues")
         try:
-            return tuple(each["metadata"]["name"] for each in await cluster.listed(queue, cluster.namespace))
+            return tuple(item["metadata"]["name"] for item in await cluster.listed(queue, cluster.namespace))
         except ClusterError as error:
             if error.code != NOT_FOUND:
                 raise
@@ -102,8 +104,8 @@ async def _operators(cluster: Cluster, namespace: str | None) -> tuple[Mapping[s
 
 
 async def _labels(cluster: Cluster) -> Mapping[str, str]:
-    found = await cluster.object(NAMESPACE, cluster.namespace)
-    labels = found["metadata"].get("labels")
+    namespace = await cluster.object(NAMESPACE, cluster.namespace)
+    labels = namespace["metadata"].get("labels")
     return {key: str(value) for key, value in (labels or {}).items()}
 
 

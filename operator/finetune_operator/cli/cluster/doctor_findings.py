@@ -137,28 +137,28 @@ def _kind(lacking: Known[tuple[str, ...]]) -> Finding:
     hint = f"upgrade the CRD: {UPGRADE}"
     if not in_status(lacking.value):
         return Finding("FineTuneJob", "gap", f"is served without {listed(lacking.value)}", hint)
-    found = f"is served without {listed(in_status(lacking.value))}, which the operator of this version waits for"
-    return Finding("FineTuneJob", "gap", found, hint)
+    text = f"is served without {listed(in_status(lacking.value))}, which the operator of this version waits for"
+    return Finding("FineTuneJob", "gap", text, hint)
 
 
 def _operator(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
-    found = cluster.operators.value
-    if found is None:
+    deployments = cluster.operators.value
+    if deployments is None:
         yield _unknown("operator", cluster.operators)
         return
-    if not found:
+    if not deployments:
         yield Finding(
             "operator", "gap", "no Deployment found", "install it (docs/install.md), or set --operator-namespace"
         )
-    for each in found:
-        namespace, ready = each["metadata"]["namespace"], each.get("status", {}).get("readyReplicas", 0)
-        containers = each["spec"]["template"]["spec"]["containers"]
+    for deployment in deployments:
+        namespace, ready = deployment["metadata"]["namespace"], deployment.get("status", {}).get("readyReplicas", 0)
+        containers = deployment["spec"]["template"]["spec"]["containers"]
         image = next((str(one["image"]) for one in containers), "")
         tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
-        text = f"{ready} of {each['spec'].get('replicas', 1)} replicas ready in {namespace}, image {image}"
+        text = f"{ready} of {deployment['spec'].get('replicas', 1)} replicas ready in {namespace}, image {image}"
         if not ready:
             yield Finding(
-                "operator", "gap", text, f"kubectl -n {namespace} describe deployment {each['metadata']['name']}"
+                "operator", "gap", text, f"kubectl -n {namespace} describe deployment {deployment['metadata']['name']}"
             )
         elif tag and tag != cluster.own_version:
             hint = f"install finetune-operator=={tag} here, or operator {cluster.own_version} in the cluster"
@@ -228,13 +228,13 @@ def _gpus(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Setting
         )
     if spec is None or not requires_gpus:
         return
-    found, gpus = facts_of_nodes(nodes, spec, settings), spec.resources.gpus_per_node
+    facts, gpus = facts_of_nodes(nodes, spec, settings), spec.resources.gpus_per_node
     resource = gpu_resource(spec, settings.defaults)
-    if found.gpu is None or "pods wait" in found.words:
+    if facts.gpu is None or "pods wait" in facts.words:
         hint = "change resources.accelerator, gpusPerNode or the template's nodeSelector, or add such nodes"
-        yield Finding(f"GPUs of the job, {gpus} x {resource}", "gap", found.words, hint)
+        yield Finding(f"GPUs of the job, {gpus} x {resource}", "gap", facts.words, hint)
     else:
-        yield Finding(f"GPUs of the job, {gpus} x {resource}", "ok", found.words)
+        yield Finding(f"GPUs of the job, {gpus} x {resource}", "ok", facts.words)
 
 
 def _is_gpu(resource: str) -> bool:
@@ -249,20 +249,20 @@ def _network(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Sett
     if spec is None or spec.resources.nodes == 1 or spec.resources.gpus_per_node == 0:
         return
     topic, asked = "network of the job", spec.resources.network
-    found = facts_of_nodes(nodes, spec, settings).network
-    if asked == "tcp" or found is None:
+    network = facts_of_nodes(nodes, spec, settings).network
+    if asked == "tcp" or network is None:
         return
     if asked == "auto":
-        everywhere = [device.resource for device in found.devices if device.nodes == found.nodes]
+        everywhere = [device.resource for device in network.devices if device.nodes == network.nodes]
         hint = "install the device plugin on all of them, or set resources.network to rdma or efa for some of them"
         if everywhere:
             yield Finding(topic, "ok", f"auto requests {everywhere[0]}, which all its nodes have")
-        elif found.devices:
+        elif network.devices:
             yield Finding(topic, "gap", "auto uses TCP: not all of its nodes have the devices", hint)
         else:
             yield Finding(topic, "note", "auto uses TCP: its nodes advertise no devices")
         return
-    kinds = {device.resource: device_kind(device.resource, settings) for device in found.devices}
+    kinds = {device.resource: device_kind(device.resource, settings) for device in network.devices}
     names = [name for name, kind in kinds.items() if kind is not None and kind.transport == asked]
     if names:
         yield Finding(topic, "ok", f"{asked} requests {names[0]}")
@@ -304,18 +304,18 @@ def _storage(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Sett
     if cluster.classes.value is None:
         yield _unknown("storage", cluster.classes)
         return
-    classes = {str(each["metadata"]["name"]): str(each.get("provisioner", "")) for each in cluster.classes.value}
+    classes = {str(item["metadata"]["name"]): str(item.get("provisioner", "")) for item in cluster.classes.value}
     default = next(
         (
-            str(each["metadata"]["name"])
-            for each in cluster.classes.value
-            if each["metadata"].get("annotations", {}).get(DEFAULT_CLASS) == "true"
+            str(item["metadata"]["name"])
+            for item in cluster.classes.value
+            if item["metadata"].get("annotations", {}).get(DEFAULT_CLASS) == "true"
         ),
         None,
     )
-    chosen = (None if spec is None else spec.storage.storage_class_name) or settings.defaults.storage_class_name
-    name = chosen or default
-    shared_classes = [each for each, provisioner in classes.items() if _shares(provisioner)]
+    configured = (None if spec is None else spec.storage.storage_class_name) or settings.defaults.storage_class_name
+    name = configured or default
+    shared_classes = [storage_class for storage_class, provisioner in classes.items() if _shares(provisioner)]
     others = f"classes that several nodes can write to: {', '.join(shared_classes) or 'none known'}"
     if name is None or name not in classes:
         problem = "there is no default storage class" if name is None else f"there is no storage class {name}"
@@ -437,7 +437,7 @@ def _images(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Setti
     )
     nodes = []
     for node in cluster.nodes.value or ():
-        names = {str(name) for each in node.get("status", {}).get("images") or () for name in each.get("names") or ()}
+        names = {str(name) for entry in node.get("status", {}).get("images") or () for name in entry.get("names") or ()}
         if any(name == image or name.endswith(f"/{image}") for name in names):
             nodes.append(str(node["metadata"]["name"]))
     if nodes:

@@ -288,11 +288,11 @@ def plan_lines(plan: PlanStatus) -> tuple[str, ...]:
     if plan.estimated.cost is not None:
         known.append(f"{plan.estimated.cost:,.2f} {plan.estimated.currency or ''}".rstrip())
     spread = []
-    for each in plan.inference:
-        pods = plan.predict_workers or 1 if each.stage == Stage.PREDICT else 1
+    for inference in plan.inference:
+        pods = plan.predict_workers or 1 if inference.stage == Stage.PREDICT else 1
         shared = f"{pods} pods, each " if pods > 1 else ""
-        text = processes_text(each.processes, each.gpus_per_process, each.processes_per_model or 1)
-        spread.append(f"{each.stage}: {shared}{text}")
+        text = processes_text(inference.processes, inference.gpus_per_process, inference.processes_per_model or 1)
+        spread.append(f"{inference.stage}: {shared}{text}")
     return first, ", ".join(known) or "memory and time are not known yet", *spread
 
 

@@ -77,8 +77,8 @@ _STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\
 
 def stamped_line(line: str) -> tuple[str, str]:
     """Return the kubelet's timestamp and the line; the timestamp is empty for lines that are not the container's."""
-    found = _STAMP.match(line)
-    return (found[1], line[found.end() :]) if found else ("", line)
+    match = _STAMP.match(line)
+    return (match[1], line[match.end() :]) if match else ("", line)
 
 
 @dataclass
@@ -130,17 +130,17 @@ async def read_logs(cluster: Cluster, job: ClusterJob, selection: LogSelection) 
     if not stamped:
         kept = _tail_from_status(job, stage, attempt, selection, running=bool(pods) and not unreadable)
         return FoundLog(kept.lines, (*unreadable, *kept.notes))
-    lines = tuple((label, text) for _, label, text in sorted(stamped, key=lambda each: each[0]))
+    lines = tuple((label, text) for _, label, text in sorted(stamped, key=lambda entry: entry[0]))
     return FoundLog(lines, tuple(unreadable))
 
 
 async def show_logs(cluster: Cluster, job: ClusterJob, selection: LogSelection, console: Console) -> None:
     """Print the result of `read_logs`."""
-    found = await read_logs(cluster, job, selection)
-    for text in found.notes:
+    log = await read_logs(cluster, job, selection)
+    for text in log.notes:
         note(text)
     printer = Printer(console)
-    for label, line in found.lines:
+    for label, line in log.lines:
         printer.print(label, line)
 
 
@@ -176,7 +176,7 @@ def _tail_from_status(
     if selection.pod is not None or selection.rank is not None:
         option = f"--pod {selection.pod}" if selection.pod is not None else f"--rank {selection.rank}"
         raise NoLogError(f"{option}: {stage}-{attempt} has no such pod, or it was deleted or has not started")
-    state = next((each.state for each in job.status.stages if each.name is stage), None)
+    state = next((record.state for record in job.status.stages if record.name is stage), None)
     if state in ("Pending", "Running") and not selection.previous:
         raise NoLogError(f"no pod of {stage}-{attempt} has started yet")
     raise NoLogError(f"the pods of {stage}-{attempt} and their logs are deleted")
@@ -251,7 +251,7 @@ class _Follower:
                         last, tail = moment or last, None
                 if over:
                     return
-                there = [each for each in await self.cluster.pods(self.job) if each.uid == pod.uid]
+                there = [current for current in await self.cluster.pods(self.job) if current.uid == pod.uid]
                 if not there:
                     return
                 pod = there[0]

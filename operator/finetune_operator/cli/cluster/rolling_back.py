@@ -70,19 +70,19 @@ async def rollback(cluster: Cluster, name: str, to: int | None = None, dry_run: 
     annotation = f"{source}:{target}"
     if requested == annotation and status.rolled_back_from == source:
         return Rollback(job, "unchanged", f"is already rolled back to revision {target}", source, target)
-    found, unread = await _claims_of_model(cluster, job, target)
+    claims, unread = await _claims_of_model(cluster, job, target)
     changed = await cluster.annotate(job, ROLLBACK_ANNOTATION, annotation, dry_run)
     text = f"is rolled back from revision {source} to {target} until spec.endpoint changes"
     if unread:
         text = f"{text}; claim {', '.join(unread)} with its model was not checked, as you have no right to read it"
-    return Rollback(changed, "rolledBack", text, source, target, found, unread)
+    return Rollback(changed, "rolledBack", text, source, target, claims, unread)
 
 
 async def _claims_of_model(cluster: Cluster, job: ClusterJob, target: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the claims that servers mount, first those that exist, then those that cannot be read. Raise ClusterError
     if one is missing: servers of the earlier revision would not start, while those of the current one still answer.
     """
-    found, unread = [], []
+    existing, unread = [], []
     for name in served_claims(job):
         try:
             claim = await cluster.claim(job, name)
@@ -97,8 +97,8 @@ async def _claims_of_model(cluster: Cluster, job: ClusterJob, target: int) -> tu
                 f"revision {target} of FineTuneJob {job.name} cannot start: claim {name} with its model {state}; "
                 "restore it first"
             )
-        found.append(name)
-    return tuple(found), tuple(unread)
+        existing.append(name)
+    return tuple(existing), tuple(unread)
 
 
 def served_claims(job: ClusterJob) -> list[str]:

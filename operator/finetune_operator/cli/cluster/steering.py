@@ -129,9 +129,9 @@ async def _recreate(cluster: Cluster, job: ClusterJob, dry_run: bool) -> Change:
 def manifest_of(job: ClusterJob) -> dict[str, Any]:
     """Return the job as its owner would apply it: without additions of the API server and the operator."""
     raw = job.raw
-    found = raw["metadata"].get("annotations", {})
+    stored = raw["metadata"].get("annotations", {})
     # Revisions of an endpoint restart with the job.
-    annotations = {k: v for k, v in found.items() if k not in (LAST_APPLIED_ANNOTATION, ROLLBACK_ANNOTATION)}
+    annotations = {k: v for k, v in stored.items() if k not in (LAST_APPLIED_ANNOTATION, ROLLBACK_ANNOTATION)}
     metadata = {"name": job.name, "namespace": job.metadata.namespace}
     labels = raw["metadata"].get("labels", {})
     return {
@@ -150,8 +150,8 @@ async def _wait_until_deleted(cluster: Cluster, job: ClusterJob) -> None:
     """Wait until the job is deleted, even if another one has its name by then."""
     try:
         async with asyncio.timeout(STOP_SECONDS):
-            async for found in versions(cluster, job.name):
-                if found.metadata.uid != job.metadata.uid:
+            async for current in versions(cluster, job.name):
+                if current.metadata.uid != job.metadata.uid:
                     return
     except JobDeletedError:
         return

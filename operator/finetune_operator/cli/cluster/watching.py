@@ -48,14 +48,14 @@ async def versions(cluster: Cluster, name: str) -> AsyncIterator[ClusterJob]:
                     raise JobDeletedError(f"FineTuneJob {name} was deleted")
                 job, delay = parse_job(value), AGAIN_SECONDS
                 yield job
-            found = await cluster.job(name)
+            current = await cluster.job(name)
         except UnreachableError as error:
             if delay == AGAIN_SECONDS:
                 note(f"{sentence(str(error))} Trying again.")
             await asyncio.sleep(delay)
             delay = min(delay * 2, AGAIN_MOST_SECONDS)
             with suppress(UnreachableError):
-                found = await cluster.job(name)
+                current = await cluster.job(name)
                 delay = AGAIN_SECONDS
             if delay != AGAIN_SECONDS:
                 continue
@@ -63,10 +63,10 @@ async def versions(cluster: Cluster, name: str) -> AsyncIterator[ClusterJob]:
             if error.code == 404:
                 raise JobDeletedError(f"FineTuneJob {name} was deleted") from error
             raise
-        if found.metadata.uid != uid:
+        if current.metadata.uid != uid:
             raise JobDeletedError(f"FineTuneJob {name} was deleted, and another one has its name")
-        if found.metadata.resource_version != job.metadata.resource_version:
-            job = found
+        if current.metadata.resource_version != job.metadata.resource_version:
+            job = current
             yield job
 
 

@@ -74,19 +74,19 @@ def status(
     connection = Connection(kubeconfig, context, namespace)
 
     async def one(cluster: Cluster, name: str) -> None:
-        found = await cluster.job(name)
+        cluster_job = await cluster.job(name)
         if output is not Output.TEXT:
-            emit([found.raw], output)
+            emit([cluster_job.raw], output)
             return
-        commands = next_commands(found, program_name(), _flags(connection))
-        print_page(out(), Page(found, utc_now(), await events_of(cluster, found), commands))
+        commands = next_commands(cluster_job, program_name(), _flags(connection))
+        print_page(out(), Page(cluster_job, utc_now(), await events_of(cluster, cluster_job), commands))
 
     async def all_jobs(cluster: Cluster) -> None:
-        found = await cluster.jobs(all_namespaces)
+        jobs = await cluster.jobs(all_namespaces)
         if output is not Output.TEXT:
-            emit([list_of([each.raw for each in found])], output)
-        elif found:
-            print_table(out(), found, utc_now(), with_namespace=all_namespaces)
+            emit([list_of([cluster_job.raw for cluster_job in jobs])], output)
+        elif jobs:
+            print_table(out(), jobs, utc_now(), with_namespace=all_namespaces)
         else:
             note_no_jobs(cluster, all_namespaces)
 
@@ -141,11 +141,11 @@ def logs(
     selection = LogSelection(None if stage is None else Stage(stage), pod, rank, tail, previous)
 
     async def show(cluster: Cluster) -> None:
-        found = await cluster.job(job)
-        if follow and found.outcome is None:
-            await follow_logs(cluster, found, selection, out())
+        cluster_job = await cluster.job(job)
+        if follow and cluster_job.outcome is None:
+            await follow_logs(cluster, cluster_job, selection, out())
         else:
-            await show_logs(cluster, found, selection, out())
+            await show_logs(cluster, cluster_job, selection, out())
 
     in_cluster(Connection(kubeconfig, context, namespace), show)
 

@@ -60,22 +60,22 @@ def doctor(
     limits = settings_of(settings, cluster=True)
     names = [*(files or []), *(filename or [])]
     entries = checked_jobs(names, limits, output) if names else ()
-    own = {entry.job.metadata.namespace for entry in entries} - {None}
-    if namespace is None and len(own) > 1:
+    namespaces = {entry.job.metadata.namespace for entry in entries} - {None}
+    if namespace is None and len(namespaces) > 1:
         raise UsageError("the jobs are in several namespaces; select one with -n")
-    connection = Connection(kubeconfig, context, namespace or next(iter(own), None))
+    connection = Connection(kubeconfig, context, namespace or next(iter(namespaces), None))
 
     async def read(cluster: Cluster) -> Surroundings:
         return await survey(cluster, operator_namespace)
 
     surroundings = in_cluster(connection, read)
     jobs: list[FineTuneJob | None] = [*(entry.job for entry in entries)] or [None]
-    found = [(None if job is None else job.name, judge(surroundings, job, limits)) for job in jobs]
+    reports = [(None if job is None else job.name, judge(surroundings, job, limits)) for job in jobs]
     if output is Output.TEXT:
-        for name, findings in found:
+        for name, findings in reports:
             if name is not None:
                 out().print(f"For {name}", style="bold cyan")
             print_findings(out(), findings)
     else:
-        emit([as_data(surroundings, name, findings) for name, findings in found], output)
-    raise typer.Exit(1 if any(one.state == "gap" for _, findings in found for one in findings) else 0)
+        emit([as_data(surroundings, name, findings) for name, findings in reports], output)
+    raise typer.Exit(1 if any(one.state == "gap" for _, findings in reports for one in findings) else 0)

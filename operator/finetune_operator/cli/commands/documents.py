@@ -61,10 +61,10 @@ def fields_like(incomplete: str) -> list[str]:
 
     above = incomplete.rpartition(".")[0]
     try:
-        found = find_field(above or "spec")
+        parent = find_field(above or "spec")
     except NoSuchFieldError:
         return []
-    names = [f"{above}.{field.name}" if above else field.name for field in found.fields]
+    names = [f"{above}.{field.name}" if above else field.name for field in parent.fields]
     return [name for name in (names if above else [*names, "spec", "status"]) if name.startswith(incomplete)]
 
 
@@ -93,13 +93,13 @@ def explain(
     from finetune_operator.spec.schema.explain import NoSuchFieldError, as_text, find_field
 
     try:
-        found = find_field(field or "")
+        definition = find_field(field or "")
     except NoSuchFieldError as unknown:
         raise UsageError(str(unknown)) from unknown
     if output is Output.TEXT:
-        print(as_text(found, recursive=recursive), end="")
+        print(as_text(definition, recursive=recursive), end="")
     else:
-        emit([found.data(recursive=recursive)], output)
+        emit([definition.data(recursive=recursive)], output)
 
 
 def completion(shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh, fish or powershell.")]) -> None:

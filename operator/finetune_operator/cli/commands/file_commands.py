@@ -101,7 +101,7 @@ def validate(
         from finetune_operator.cli.files.checking import check_entry
 
         checked = {entry.job.name: check_entry(entry) for entry in inputs.entries}
-    problems = [*inputs.problems, *(found for each in checked.values() for found in each.problems)]
+    problems = [*inputs.problems, *(problem for check in checked.values() for problem in check.problems)]
     if output is Output.TEXT:
         print_notes(inputs)
         report(inputs.problems)
@@ -131,8 +131,8 @@ def _validation(
     for entry in inputs.entries:
         job: dict[str, Any] = {"file": entry.source, "line": entry.document.line, "name": entry.job.name}
         if entry.job.name in checked:
-            found = checked[entry.job.name].data
-            job["data"] = found.model_dump(mode="json", by_alias=True, exclude={"problems": {"__all__": {"time"}}})
+            data = checked[entry.job.name].data
+            job["data"] = data.model_dump(mode="json", by_alias=True, exclude={"problems": {"__all__": {"time"}}})
         jobs.append(job)
     return {
         "valid": not problems,

@@ -49,22 +49,22 @@ def images(
     from finetune_operator.cli.commands.steps import checked_jobs
     from finetune_operator.cli.files.images import patterns, pulled_images
 
-    found = _installation(values, settings, registry)
+    installation = _installation(values, settings, registry)
     names = [*(files or []), *(filename or [])]
-    pulled = pulled_images(found, checked_jobs(names, found.settings, output) if names else ())
-    if globs := patterns(found.settings):
+    pulled = pulled_images(installation, checked_jobs(names, installation.settings, output) if names else ())
+    if globs := patterns(installation.settings):
         note(f"jobs may also use images that match {', '.join(globs)}; name the job files to list theirs")
     if output is Output.TEXT:
-        for each in pulled:
-            print(f"{each.image} {each.target}" if found.registry else each.image)
+        for image in pulled:
+            print(f"{image.image} {image.target}" if installation.registry else image.image)
         return
     listed = [
         {
-            "image": each.image,
-            **({"target": each.target} if found.registry else {}),
-            "usedBy": list(each.used_by),
+            "image": image.image,
+            **({"target": image.target} if installation.registry else {}),
+            "usedBy": list(image.used_by),
         }
-        for each in pulled
+        for image in pulled
     ]
     emit([{"images": listed}], output)
 
@@ -80,8 +80,8 @@ def _installation(values: Path | None, settings: Path | None, registry: str | No
     if values is not None and settings is not None:
         raise UsageError("--values and --settings exclude each other: the chart's values contain the settings")
     if values is not None:
-        found = read_values(values)
+        installation = read_values(values)
     else:
         limits = settings_of(settings, cluster=True)
-        found = Installation(OPERATOR_IMAGE, limits.defaults.image, limits.defaults.vllm_image, limits)
-    return found if registry is None else replace(found, registry=registry)
+        installation = Installation(OPERATOR_IMAGE, limits.defaults.image, limits.defaults.vllm_image, limits)
+    return installation if registry is None else replace(installation, registry=registry)

@@ -67,12 +67,12 @@ class Wanted:
         """Return the bounds that the plan of `row` does not keep, or that its unknown figures may not keep."""
         if row.made is None:
             return ()
-        estimate, found = row.made.estimate, []
+        estimate, missed = row.made.estimate, []
         if self.hours is not None and (estimate.seconds is None or estimate.seconds > 3600 * self.hours):
-            found.append(f"longer than {self.hours:g} h" if estimate.seconds is not None else "time unknown")
+            missed.append(f"longer than {self.hours:g} h" if estimate.seconds is not None else "time unknown")
         if self.cost is not None and (estimate.cost is None or estimate.cost > self.cost):
-            found.append(f"costs more than {self.cost:g}" if estimate.cost is not None else "cost unknown")
-        return tuple(found)
+            missed.append(f"costs more than {self.cost:g}" if estimate.cost is not None else "cost unknown")
+        return tuple(missed)
 
     def order(self, row: Scenario) -> tuple[bool, bool, float, float]:
         """Return the sort key: refused hardware last, before it what misses a bound."""
@@ -171,7 +171,7 @@ def compare_hardware(
     entry: JobEntry, facts: Facts, settings: Settings, given: Iterable[Described], wanted: Wanted, output: Output
 ) -> None:
     """Print the plans of a job for each described hardware; end with 1 if each refuses it or misses a bound."""
-    rows = sorted((_scenario(entry, facts, settings, each) for each in given), key=wanted.order)
+    rows = sorted((_scenario(entry, facts, settings, description) for description in given), key=wanted.order)
     if output is not Output.TEXT:
         hardware = [{**row.data(), "missed": list(wanted.missed(row))} for row in rows]
         emit([{"name": entry.job.name, "hardware": hardware}], output)
@@ -225,18 +225,18 @@ def _hardware_cells(row: Scenario, rows: list[Scenario], wanted: Wanted) -> tupl
 
 def _remarks(row: Scenario, rows: list[Scenario]) -> list[str]:
     """Return whether hardware is the quickest or cheapest, or on the front between both."""
-    figures = [each.made.estimate for each in rows if each.made is not None]
+    figures = [scenario.made.estimate for scenario in rows if scenario.made is not None]
     assert row.made is not None
-    own, found = row.made.estimate, []
+    estimate, remarks = row.made.estimate, []
     times = [figure.seconds for figure in figures if figure.seconds is not None]
     costs = [figure.cost for figure in figures if figure.cost is not None]
-    if own.seconds is not None and own.seconds == min(times):
-        found.append("quickest")
-    if own.cost is not None and own.cost == min(costs):
-        found.append("cheapest")
-    if own.seconds is None or own.cost is None or found:
-        return found
-    seconds, cost = own.seconds, own.cost
+    if estimate.seconds is not None and estimate.seconds == min(times):
+        remarks.append("quickest")
+    if estimate.cost is not None and estimate.cost == min(costs):
+        remarks.append("cheapest")
+    if estimate.seconds is None or estimate.cost is None or remarks:
+        return remarks
+    seconds, cost = estimate.seconds, estimate.cost
     better = [
         figure
         for figure in figures

@@ -218,11 +218,11 @@ def task_of(uri: str) -> str:
             )
         except (OSError, ValueError, AttributeError) as error:
             raise UsageError(f"MODEL: {uri}/config.json cannot be read: {error}") from error
-    found = [task for name in names for end, task in _TASKS.items() if str(name).endswith(end)]
-    if not found:
+    tasks = [task for name in names for end, task in _TASKS.items() if str(name).endswith(end)]
+    if not tasks:
         reason = f"{names[0]} supports several tasks" if names else "only a folder's config.json shows it"
         raise UsageError(f"--task: name the model's task, such as text-classification or summarization: {reason}")
-    return found[0]
+    return tasks[0]
 
 
 def _columns(given: Sequence[str]) -> dict[str, str]:

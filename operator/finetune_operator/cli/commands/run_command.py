@@ -126,7 +126,7 @@ def _entry_to_run(names: Sequence[str], name: str | None, limits: Settings, outp
         note(f"{entry.job.name}: {NO_SPOT_HERE}.")
     if entry.job.spec.predict is not None and entry.job.spec.predict.workers != 1:
         note(f"{entry.job.name}: {PROCESSES_HERE}.")
-    variables = [str(each.get("name")) for each in entry.job.spec.template.env]
+    variables = [str(variable.get("name")) for variable in entry.job.spec.template.env]
     absent = [name for name in variables if name not in os.environ]
     if absent:
         note(f"{entry.job.name}: spec.template.env is for pods. Set {', '.join(absent)} in your shell for this run.")
@@ -199,9 +199,9 @@ def show_failure(request: RunRequest, failure: FailureStatus) -> None:
 
 
 def _one(entries: Sequence[JobEntry], name: str | None) -> JobEntry:
-    chosen = [entry for entry in entries if name is None or entry.job.name == name]
-    if len(chosen) == 1:
-        return chosen[0]
+    matching = [entry for entry in entries if name is None or entry.job.name == name]
+    if len(matching) == 1:
+        return matching[0]
     names = ", ".join(entry.job.name for entry in entries)
     if name is None:
         raise UsageError(f"the files contain {len(entries)} jobs ({names}); select one with --name")
@@ -223,8 +223,8 @@ def _show_dry_run(planned: JobPlan, stages: dict[Stage, str], output: Output) ->
     from finetune_operator.cli.terminal.result_tables import print_plan
 
     print_plan(out(), planned)
-    for action, chosen in (("keep", "kept"), ("run", "run")):
-        named = ", ".join(stage for stage, state in stages.items() if state == chosen)
+    for action, wanted in (("keep", "kept"), ("run", "run")):
+        named = ", ".join(stage for stage, state in stages.items() if state == wanted)
         if named:
             print_line(f"Would {action}: {named}")
 

@@ -161,12 +161,12 @@ def _with_serving(
     name = "measured" if optimization == "auto" else optimization
     if adapters and name != "none":
         raise UsageError("--optimization: must be none for adapters, as it converts a model without them; omit it")
-    own = "base" if adapters and not job.trains else job.name
-    names = [own, *(one.name for one in adapters)]
+    model_name = "base" if adapters and not job.trains else job.name
+    names = [model_name, *(one.name for one in adapters)]
     if len(set(names)) < len(names):
         raise UsageError(f"--adapter: the names must differ; found {', '.join(names)}")
     served: dict[str, Any] = {"adapters": [{"name": one.name, "uri": one.uri} for one in adapters]}
-    served |= {"serves_model": alone is None, "model_name": own}
+    served |= {"serves_model": alone is None, "model_name": model_name}
     try:
         serving = Serving.model_validate(
             {**served, "device": "cpu", "optimization": name, "max_batch_tokens": batch_tokens or CPU_BATCH_TOKENS}

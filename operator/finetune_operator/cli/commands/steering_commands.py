@@ -174,14 +174,14 @@ def wait(
         if output is Output.TEXT:
             print_line(f"FineTuneJob {one.name} {one.text}.", stderr=not one.reached)
 
-    found = in_cluster(
+    waits = in_cluster(
         Connection(kubeconfig, context, namespace),
         lambda cluster: wait_for(cluster, list(dict.fromkeys(jobs)), state, seconds, report),
     )
     if output is not Output.TEXT:
-        emit([one.data(state) for one in found], output)
-    if not all(one.reached for one in found):
-        raise typer.Exit(124 if all(one.reached or one.timed_out for one in found) else 1)
+        emit([one.data(state) for one in waits], output)
+    if not all(one.reached for one in waits):
+        raise typer.Exit(124 if all(one.reached or one.timed_out for one in waits) else 1)
 
 
 def cost(
@@ -209,8 +209,8 @@ def cost(
     refuse_job_everywhere(job, all_namespaces)
 
     async def show(cluster: Cluster) -> None:
-        found = await cluster.jobs(all_namespaces) if job is None else (await cluster.job(job),)
-        bills = [Bill(each) for each in found]
+        cluster_jobs = await cluster.jobs(all_namespaces) if job is None else (await cluster.job(job),)
+        bills = [Bill(cluster_job) for cluster_job in cluster_jobs]
         if output is not Output.TEXT:
             lines = [bill.data() for bill in bills]
             emit([lines[0] if job is not None else {"jobs": lines, "totals": totals(bills)}], output)
@@ -252,13 +252,13 @@ def debug(
         raise UsageError(f"--file {target}: already exists; name another file, or add --force")
 
     async def collect_and_write(cluster: Cluster) -> list[str]:
-        found_job = await cluster.job(job)
+        cluster_job = await cluster.job(job)
         console = err()
         with console.status("Reading") as status:
-            found = await collect(cluster, found_job, lambda part: status.update(f"Reading {part}"))
-        for missing in found.missing:
+            collected = await collect(cluster, cluster_job, lambda part: status.update(f"Reading {part}"))
+        for missing in collected.missing:
             note(f"not collected: {missing}")
-        return write_archive(target, found_job, found)
+        return write_archive(target, cluster_job, collected)
 
     try:
         names = in_cluster(Connection(kubeconfig, context, namespace), collect_and_write)

@@ -62,7 +62,7 @@ def check_entry(entry: JobEntry) -> EntryCheck:
         return EntryCheck(CheckedData(), unreadable)
     with err().status(f"Reading the data of {entry.job.name} ..."):
         data = _run_check(entry.job)
-    return EntryCheck(data, tuple((entry.source, _problem(entry, each)) for each in data.problems))
+    return EntryCheck(data, tuple((entry.source, _problem(entry, problem)) for problem in data.problems))
 
 
 def _datasets(spec: FineTuneJobSpec) -> dict[str, str]:
@@ -180,7 +180,7 @@ def print_check(console: Console, entry: JobEntry, data: CheckedData) -> None:
     for split in data.splits:
         cells = [split.role, f"{'all' if split.whole else 'first'} {split.rows:,}"]
         cells += [_labels(split)] if labels else []
-        cells.append("; ".join(_lengths(each, name, split) for name, each in split.words.items()))
+        cells.append("; ".join(_lengths(lengths, name, split) for name, lengths in split.words.items()))
         if longer:
             cells += ["" if split.tokens is None else _lengths(split.tokens), _longer(split)]
         table.add_row(*cells)

@@ -78,7 +78,7 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
     by_name: dict[tuple[str | None, str], JobEntry] = {}
     for source, folder, content in _contents(names):
         documents, unreadable = read_documents(content)
-        found = list(unreadable)
+        file_problems = list(unreadable)
         for document, following in zip_longest(documents, documents[1:]):
             end = None if following is None else following.line
             ignored = foreign(document.value)
@@ -91,7 +91,7 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
                 notes.append(f"{source}:{document.line}: {ignored}")
                 continue
             job, wrong = validate_job(document.value, settings)
-            found.extend(located(document, problem) for problem in wrong)
+            file_problems.extend(located(document, problem) for problem in wrong)
             misread = any(document.line <= (p.line or 0) and (end is None or (p.line or 0) < end) for p in unreadable)
             if job is None or wrong or misread:
                 beside = () if misread else notices_for_invalid_job(document.value, wrong)
@@ -106,9 +106,9 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
                     for notice in (*notices(job.spec), *null_evaluation(document.value))
                 )
             else:
-                found.append(_same_name(document, job.name, earlier))
-        found.sort(key=lambda problem: (problem.line or 0, problem.column or 0))
-        problems.extend((source, problem) for problem in found)
+                file_problems.append(_same_name(document, job.name, earlier))
+        file_problems.sort(key=lambda problem: (problem.line or 0, problem.column or 0))
+        problems.extend((source, problem) for problem in file_problems)
     if not entries and not problems and programs:
         return Inputs((), tuple(programs[:1]), ())
     if not entries and not problems:
@@ -224,11 +224,11 @@ def _absence(uri: str, inside: str, target: str) -> tuple[str, str] | None:
     scheme, _, rest = uri.partition("://")
     if scheme not in ("file", "pkg"):
         return None
-    found = place_of(uri)
-    if found is None:
+    root = place_of(uri)
+    if root is None:
         package = rest.partition("/")[0]
         return f"no package {package} is installed here", f"install it, or name {target} with file://"
-    place = f"{found}{inside}"
+    place = f"{root}{inside}"
     if Path(place).exists() or (not inside and glob_matches(place)):
         return None
     relative = "; file://path without a third slash is relative to the job file's folder" if scheme == "file" else ""

@@ -42,8 +42,8 @@ class AdapterFolder:
     def task(self) -> str | None:
         """Task that it was trained for; None: unknown."""
         card = _json(self.folder / ADAPTER_CARD) if (self.folder / ADAPTER_CARD).is_file() else {}
-        found = card.get("task") or _TASKS.get(str(self.config.get("task_type")))
-        return None if found is None else str(found)
+        task = card.get("task") or _TASKS.get(str(self.config.get("task_type")))
+        return None if task is None else str(task)
 
     def base(self) -> dict[str, Any]:
         """Return the source of its base model: that of the run beside it, else the one that it names.
@@ -77,25 +77,25 @@ def adapter_folder(text: str, name: str | None = None) -> AdapterFolder:
     if folder is None:
         reason = f"has no {_CONFIG}" if given.is_dir() else "does not exist"
         raise UsageError(f"--adapter: {text} {reason}; name the folder of an adapter, such as adapter/ of a run")
-    own = folder.parent if folder.name == "adapter" else folder
-    usual = re.sub(r"[^A-Za-z0-9._-]+", "-", own.name)[:63].strip("-._") or "adapter"
+    named = folder.parent if folder.name == "adapter" else folder
+    usual = re.sub(r"[^A-Za-z0-9._-]+", "-", named.name)[:63].strip("-._") or "adapter"
     return AdapterFolder(folder, name or usual, _json(folder / _CONFIG))
 
 
 def named_adapters(given: Sequence[str]) -> list[AdapterFolder]:
     """Read the values of --adapter, each NAME=FOLDER."""
-    found = []
+    adapters = []
     for text in given:
         name, mark, folder = text.partition("=")
         if not mark or not folder or re.fullmatch(ADAPTER_NAME_PATTERN, name) is None:
             raise UsageError(f"--adapter: {text!r} must be NAME=FOLDER, with a NAME of letters, digits, -, _ and .")
-        found.append(adapter_folder(folder, name))
-    return found
+        adapters.append(adapter_folder(folder, name))
+    return adapters
 
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         raise UsageError(f"MODEL: {file} cannot be read: {error}") from error
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -139,9 +139,9 @@ def note_fewer_processes(job: FineTuneJob, planned: JobPlan) -> None:
 
 def note_idle_gpus(job: FineTuneJob, hardware: HardwareFacts | None) -> None:
     """Report that the job runs on the CPU of a machine with GPUs, unless its file says so."""
-    found = 0 if hardware is None else hardware.gpus_per_node
-    if found and "gpus_per_node" not in job.spec.resources.model_fields_set:
-        gpus = "GPU is" if found == 1 else f"{found} GPUs are"
+    count = 0 if hardware is None else hardware.gpus_per_node
+    if count and "gpus_per_node" not in job.spec.resources.model_fields_set:
+        gpus = "GPU is" if count == 1 else f"{count} GPUs are"
         note(f"this machine's {gpus} not used, as resources.gpusPerNode defaults to 0. Set it to auto to use them.")
 
 

@@ -104,13 +104,13 @@ def check_inputs(request: RunRequest, planned: JobPlan, stages: Sequence[Stage],
     """Raise CannotRunError if a named stage depends on others that are neither done nor named."""
     for stage in stages:
         needed = [
-            each
-            for each in LOCAL_STAGES[: LOCAL_STAGES.index(stage)]
-            if each is not Stage.EVALUATE and each in planned.stages and each not in stages
-            if each in redone or finished(request.paths, each) is None
+            earlier
+            for earlier in LOCAL_STAGES[: LOCAL_STAGES.index(stage)]
+            if earlier is not Stage.EVALUATE and earlier in planned.stages and earlier not in stages
+            if earlier in redone or finished(request.paths, earlier) is None
         ]
         if needed:
             raise CannotRunError(
                 f"--stage {stage}: needs the results of {' and '.join(needed)}, and {request.paths.root} has none; "
-                f"add {' '.join(f'--stage {each}' for each in needed)}"
+                f"add {' '.join(f'--stage {earlier}' for earlier in needed)}"
             )

@@ -234,15 +234,15 @@ def changed_after_training(paths: JobPaths, job: FineTuneJob) -> dict[Stage, lis
     since, with one phrase for each changed field.
     """
     record = recorded_inputs(paths)
-    found = {}
+    changes = {}
     for stage in AFTER_TRAINING:
         if stage.value not in record:
             continue
         earlier, now = record[stage.value], inputs_of(job, stage)
         changed = [field for field in {**earlier, **now} if earlier.get(field) != now.get(field)]
         if changed and all(_is_own(field, earlier, now) for field in changed):
-            found[stage] = differences(earlier, now)
-    return found
+            changes[stage] = differences(earlier, now)
+    return changes
 
 
 def _is_own(field: str, earlier: Inputs, now: Inputs) -> bool:

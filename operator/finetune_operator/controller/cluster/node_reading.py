@@ -48,12 +48,12 @@ class NodeReading:
             self._read_at = time.monotonic()
 
     async def _read(self) -> tuple[Node, ...]:
-        found: list[Node] = []
+        nodes: list[Node] = []
         async for page in self._kube.pages(NODE):
             if page.first:
-                found.clear()
-            found += map(read_node, page.items)
-        return tuple(found)
+                nodes.clear()
+            nodes += map(read_node, page.items)
+        return tuple(nodes)
 
     def _failed(self, why: str) -> None:
         if self.answer is None or self.answer.failure != why:

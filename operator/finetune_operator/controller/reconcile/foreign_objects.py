@@ -61,12 +61,12 @@ class ForeignObjects:
         for owner in self._state.store.unresolved(job):
             try:
                 resource = REPLICA_SET if owner.kind == REPLICA_SET.group_kind else JOB
-                found = await self._state.kube.get(resource, namespace, owner.name)
+                manifest = await self._state.kube.get(resource, namespace, owner.name)
                 if resource is REPLICA_SET:
-                    await self._read_deployment(namespace, found)
+                    await self._read_deployment(namespace, manifest)
             except NotFoundError:
-                found = None
-            self._state.store.resolve(job, owner, found)
+                manifest = None
+            self._state.store.resolve(job, owner, manifest)
 
     async def _read_deployment(self, namespace: str, replica_set: Manifest) -> None:
         """Read the Deployment of a ReplicaSet if it is not known: KServe creates it, so that its pods may arrive first.

@@ -99,9 +99,9 @@ class JobObjects:
     async def apply(self, job: JobView, manifest: Manifest) -> Refusal | None:
         """Create the object, or change the existing one if it is this job's."""
         ref = ObjectRef.of(manifest)
-        found = await self._found(job, ref)
-        if found is not None and not _is_ours(found, job):
-            if _is_being_deleted(found) or _is_of_earlier_job(found, job):
+        existing = await self._found(job, ref)
+        if existing is not None and not _is_ours(existing, job):
+            if _is_being_deleted(existing) or _is_of_earlier_job(existing, job):
                 raise ConflictError(
                     f"{ref.kind} {ref.name}", 409, "Conflict", "an object of that name is being deleted"
                 )
@@ -109,9 +109,9 @@ class JobObjects:
                 ref, CONFLICT_CODE, f'{ref.kind} "{ref.name}" exists already and does not belong to this job'
             )
         try:
-            uid = None if found is None else _uid(found)
+            uid = None if existing is None else _uid(existing)
             # Two jobs may want one Service: none overwrites what it has not read.
-            version = _version(found) if found is not None and ref.kind == SERVICE.kind else None
+            version = _version(existing) if existing is not None and ref.kind == SERVICE.kind else None
             stored = await self._state.kube.apply(manifest, job.namespace, uid, version)
         except (InvalidError, ForbiddenError, NotFoundError, WebhookError) as error:
             self._discovery.outdated()
@@ -123,11 +123,11 @@ class JobObjects:
 
     async def remove(self, job: JobView, ref: ObjectRef) -> None:
         """Delete the object if it exists and is this job's."""
-        found = await self._found(job, ref)
-        if found is None:
+        existing = await self._found(job, ref)
+        if existing is None:
             self._state.store.mark_deleted(ref.group_kind, job.namespace, ref.name, ref.uid)
-        elif _is_ours(found, job) and not _is_being_deleted(found):
-            await self.delete(job.namespace, replace(ref, uid=_uid(found)))
+        elif _is_ours(existing, job) and not _is_being_deleted(existing):
+            await self.delete(job.namespace, replace(ref, uid=_uid(existing)))
 
     async def _found(self, job: JobView, ref: ObjectRef) -> Manifest | None:
         """Return the object that has the name now."""
@@ -140,44 +140,44 @@ class JobObjects:
         """Return the object that has the name now. ConflictError while that is being deleted."""
         name = f"{ref.kind} {ref.name}"
         try:
-            found = await self._state.kube.get(resource_of(ref.api_version, ref.kind), job.namespace, ref.name)
+            existing = await self._state.kube.get(resource_of(ref.api_version, ref.kind), job.namespace, ref.name)
         except NotFoundError as error:
             raise ConflictError(name, 409, "Conflict", "it existed a moment ago") from error
-        if _is_being_deleted(found):
+        if _is_being_deleted(existing):
             raise ConflictError(name, 409, "Conflict", "an object of that name is still being deleted")
-        if _is_of_earlier_job(found, job):
+        if _is_of_earlier_job(existing, job):
             raise ConflictError(
                 name, 409, "Conflict", "it belongs to a deleted job of this name and will be garbage-collected"
             )
-        return found
+        return existing
 
 
-def _uid(found: Mapping[str, JsonValue]) -> str:
-    metadata = found["metadata"]
+def _uid(manifest: Mapping[str, JsonValue]) -> str:
+    metadata = manifest["metadata"]
     assert isinstance(metadata, dict)
     return str(metadata["uid"])
 
 
-def _is_being_deleted(found: Mapping[str, JsonValue]) -> bool:
-    metadata = found["metadata"]
+def _is_being_deleted(manifest: Mapping[str, JsonValue]) -> bool:
+    metadata = manifest["metadata"]
     return isinstance(metadata, dict) and metadata.get("deletionTimestamp") is not None
 
 
-def _is_ours(found: Mapping[str, JsonValue], job: JobView) -> bool:
+def _is_ours(manifest: Mapping[str, JsonValue], job: JobView) -> bool:
     """Return whether the job controls it; a claim, which outlives its job with the results, needs its name label."""
-    metadata = found.get("metadata")
+    metadata = manifest.get("metadata")
     if not isinstance(metadata, dict):
         return False
-    if found.get("kind") == CLAIM.kind:
+    if manifest.get("kind") == CLAIM.kind:
         labels = metadata.get("labels")
         return isinstance(labels, dict) and labels.get(JOB_LABEL) == job.name
     owner = controller_of(metadata)
     return owner is not None and owner.uid == job.uid
 
 
-def _is_of_earlier_job(found: Mapping[str, JsonValue], job: JobView) -> bool:
+def _is_of_earlier_job(manifest: Mapping[str, JsonValue], job: JobView) -> bool:
     """Return whether it belongs to an earlier job of the same name: it is not garbage-collected yet."""
-    metadata = found.get("metadata")
+    metadata = manifest.get("metadata")
     owners = metadata.get("ownerReferences") if isinstance(metadata, dict) else None
     return isinstance(owners, list) and any(
         isinstance(owner, dict)
@@ -187,7 +187,7 @@ def _is_of_earlier_job(found: Mapping[str, JsonValue], job: JobView) -> bool:
     )
 
 
-def _version(found: Mapping[str, JsonValue]) -> str:
-    metadata = found["metadata"]
+def _version(manifest: Mapping[str, JsonValue]) -> str:
+    metadata = manifest["metadata"]
     assert isinstance(metadata, dict)
     return str(metadata["resourceVersion"])

@@ -296,11 +296,11 @@ class Reconciler:
         elif is_due(now - last.time, works):
             last.time = now
             try:
-                found = await self._state.kube.get(kind, key.namespace, JobNames.of(key.name).endpoint)
+                manifest = await self._state.kube.get(kind, key.namespace, JobNames.of(key.name).endpoint)
             except NotFoundError:
                 last.view = None
             else:
-                last.view = view_of(found)
+                last.view = view_of(manifest)
 
     async def _log_end(self, job: JobView, pod: str) -> str:
         return redacted_log(job, await self._state.kube.pod_log(job.namespace, pod, CONTAINER_NAME))

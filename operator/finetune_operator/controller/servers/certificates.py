@@ -194,10 +194,10 @@ def read(data: Mapping[str, str], names: tuple[str, ...], now: datetime) -> tupl
     except UnusableError as error:
         log.info("Issuing a new certificate for the progress server: %s.", error)
         return _signed(authority, authority_key, names, now), True
-    found = Certificates(
+    certificates = Certificates(
         _pem(authority), _key_pem(authority_key), _pem(leaf), _key_pem(leaf_key), _renew_at(authority, leaf)
     )
-    return found, False
+    return certificates, False
 
 
 def _pair(data: Mapping[str, str], name: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
@@ -286,9 +286,9 @@ class CertificateKeeper:
                 self._in_memory = make(self._names, now)
             return self._in_memory
         for attempt in range(_TRIES):
-            found = await self._agreed(self._secrets, self._namespace)
-            if found is not None:
-                return found
+            certificates = await self._agreed(self._secrets, self._namespace)
+            if certificates is not None:
+                return certificates
             await asyncio.sleep(0.1 * 2**attempt)
         raise UnusableError(
             f"Secret {self._namespace}/{SECRET_NAME} was changed by another client {_TRIES} times in a row; only the "
@@ -303,16 +303,16 @@ class CertificateKeeper:
             made = make(self._names, now)
             return made if await secrets.create_secret(namespace, _secret(namespace, made)) else None
         try:
-            found, changed = read(_decoded(there), self._names, now)
+            certificates, changed = read(_decoded(there), self._names, now)
         except UnusableError as error:
             log.warning(
                 "Recreating Secret %s/%s (%s). Running pods report no progress until their next attempt.",
                 namespace, SECRET_NAME, error,
             )  # fmt: skip
-            found, changed = make(self._names, now), True
-        if changed and not await secrets.replace_secret(namespace, {**there, "data": _data(found)}):
+            certificates, changed = make(self._names, now), True
+        if changed and not await secrets.replace_secret(namespace, {**there, "data": _data(certificates)}):
             return None
-        return found
+        return certificates
 
 
 def _secret(namespace: str, certificates: Certificates) -> Manifest:
@@ -341,11 +341,11 @@ def _data(certificates: Certificates) -> dict[str, JsonValue]:
 
 def _decoded(secret: Manifest) -> dict[str, str]:
     """Return the entries as text; one that is no text is left out, as if it did not exist."""
-    data, found = secret.get("data"), {}
+    data, entries = secret.get("data"), {}
     for name, value in data.items() if isinstance(data, dict) else ():
         with contextlib.suppress(binascii.Error, UnicodeDecodeError):
-            found[name] = base64.b64decode(str(value), validate=True).decode()
-    return found
+            entries[name] = base64.b64decode(str(value), validate=True).decode()
+    return entries
 
 
 # ----------------------------------------------------------------------------------------------------------------- TLS

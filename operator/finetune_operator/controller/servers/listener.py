@@ -85,18 +85,18 @@ class Listener:
         """
         self._sockets = await asyncio.to_thread(_listening, host, port)
         self._accepting = [
-            asyncio.create_task(self._accept(each), name=f"accepting for {self._name}") for each in self._sockets
+            asyncio.create_task(self._accept(sock), name=f"accepting for {self._name}") for sock in self._sockets
         ]
-        chosen: int = self._sockets[0].getsockname()[1]
-        return chosen
+        bound_port: int = self._sockets[0].getsockname()[1]
+        return bound_port
 
     async def stop(self) -> None:
         """Accept no more; open connections stay, and are the handler's."""
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
-        for each in self._sockets:
-            each.close()
+        for sock in self._sockets:
+            sock.close()
         self._accepting, self._sockets = [], []
 
     def close(self) -> None:
@@ -281,9 +281,9 @@ def _certificate_fault(error: OSError) -> str | None:
 def network_of(address: str) -> str:
     """Return the key under which an address is counted: an IPv4 address itself, an IPv6 address by its /64."""
     with contextlib.suppress(ValueError):
-        found = ipaddress.ip_address(address.partition("%")[0])
-        if isinstance(found, ipaddress.IPv6Address):
-            return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
+        ip = ipaddress.ip_address(address.partition("%")[0])
+        if isinstance(ip, ipaddress.IPv6Address):
+            return str(ip.ipv4_mapped or ipaddress.ip_network((ip, 64), strict=False))
     return address
 
 
@@ -291,8 +291,8 @@ def _listening(host: str | None, port: int) -> list[socket.socket]:
     """Return sockets that listen on one port, of IPv4 and of IPv6 if `host` is None."""
     hosts: list[tuple[socket.AddressFamily, str]] = [(socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")]
     if host is not None:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        hosts = [(found[0], str(found[4][0]))]
+        resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        hosts = [(resolved[0], str(resolved[4][0]))]
     sockets: list[socket.socket] = []
     try:
         for family, address in hosts:

@@ -62,7 +62,7 @@ class KopfLiveness:
                 facts = await answer.json()
         except (aiohttp.ClientError, TimeoutError) as error:
             return [f"kopf does not report: {type(error).__name__}"]
-        return [str(fault) for found in facts.values() for fault in found]
+        return [str(fault) for faults in facts.values() for fault in faults]
 
 
 class Heartbeat:

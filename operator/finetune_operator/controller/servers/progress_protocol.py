@@ -66,8 +66,8 @@ class AttemptKey:
 
 def attempt_of(path: str) -> AttemptKey | None:
     """Return the attempt that a path names; None if it names none."""
-    found = _PATH.fullmatch(path)
-    return AttemptKey(found[1], found[2], Stage(found[3]), int(found[4])) if found else None
+    match = _PATH.fullmatch(path)
+    return AttemptKey(match[1], match[2], Stage(match[3]), int(match[4])) if match else None
 
 
 def update_of(body: bytes) -> KubeflowStatus:

@@ -237,28 +237,28 @@ class ProgressServer:
 
     async def _sender(self, request: web.BaseRequest, token: str) -> PodIdentity:
         """Return the pod that sends, which is known by its token alone."""
-        found = self._tokens.remembered(token)
-        if found is None:
+        verdict = self._tokens.remembered(token)
+        if verdict is None:
             sender = self._rated(_address(request), token)
             if not (self._unknown.take(sender) and self._reviews.take("all")):
                 self._world.report_lost()
                 raise RefusedError(HTTPStatus.TOO_MANY_REQUESTS, "too many unknown tokens", Retry_After="5")
             try:
-                found = await self._tokens.check(token)
+                verdict = await self._tokens.check(token)
             except ReviewUnavailableError:
                 raise RefusedError(
                     HTTPStatus.SERVICE_UNAVAILABLE, "the token could not be checked now", Retry_After="5"
                 ) from None
-            if isinstance(found, PodIdentity):
+            if isinstance(verdict, PodIdentity):
                 self._unknown.give_back(sender)
-        if isinstance(found, RefusedToken):
-            raise _unauthorized(found.reason)
-        if not self._pods.take(found.uid):
+        if isinstance(verdict, RefusedToken):
+            raise _unauthorized(verdict.reason)
+        if not self._pods.take(verdict.uid):
             rate = f"{self._limits.pod_per_second:g} update(s) a second, {self._limits.pod_burst} at once"
             raise RefusedError(
                 HTTPStatus.TOO_MANY_REQUESTS, f"too many updates: a pod may send {rate}", Retry_After="1"
             )
-        return found
+        return verdict
 
     def _rated(self, address: str, token: str) -> str:
         """Return the key under which an unknown token is rate-limited: the address and, if the token claims to be of a
@@ -269,8 +269,8 @@ class ProgressServer:
 
     def _names_known_pod(self, token: str) -> bool:
         """Return whether the token is of a known pod, or claims to be: nobody guesses a pod's uid."""
-        found = self._tokens.remembered(token) or claimed(token)
-        return isinstance(found, PodIdentity) and self._is_known(found)
+        verdict = self._tokens.remembered(token) or claimed(token)
+        return isinstance(verdict, PodIdentity) and self._is_known(verdict)
 
     def _is_known(self, pod: PodIdentity) -> bool:
         known = self._world.pod(pod.namespace, pod.name)

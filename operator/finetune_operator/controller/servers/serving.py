@@ -185,8 +185,8 @@ class OperatorView:
         if at.stage in _COUNTED_BY_POD_0 and pod.index:
             progress = ProgressStatus(last_update_time=progress.last_update_time)
             mark = f"pod {pod.index}: {mark}"
-        merged, found = merged_progress(book.of(*attempt), progress), findings.after(book.findings_of(*attempt))
-        book.note(*attempt, merged, mark, self._state.now(), found)
+        merged, combined = merged_progress(book.of(*attempt), progress), findings.after(book.findings_of(*attempt))
+        book.note(*attempt, merged, mark, self._state.now(), combined)
         self._state.queue.add(JobKey(at.namespace, at.job))
 
     def report_lost(self) -> None:
@@ -195,8 +195,8 @@ class OperatorView:
 
     def jobs(self) -> list[JobView]:
         """See `webhook.World`."""
-        found = [self._state.store.job(key) for key in self._state.store.jobs()]
-        return [job for job in found if job is not None]
+        views = [self._state.store.job(key) for key in self._state.store.jobs()]
+        return [job for job in views if job is not None]
 
     async def served(self) -> Collection[LauncherName]:
         """See `webhook.World`."""
@@ -378,13 +378,13 @@ async def _renew(
         due = min(LOOK_AGAIN, certificates.renew_at - datetime.now(UTC))
         await asyncio.sleep(max(SOONEST, due).total_seconds())
         try:
-            found = await keeper.load()
+            newest = await keeper.load()
         except (ApiError, UnusableError) as error:
             log.warning("The certificates could not be checked: %s", error)
             continue
-        if found != certificates:
+        if newest != certificates:
             log.info("Loaded new certificates.")
-            tls.take(found)
-            certificates = found
+            tls.take(newest)
+            certificates = newest
         for use in users:
             await use(certificates)

@@ -77,19 +77,21 @@ class IssuerKeys:
         """Return the keys that can be used here; others, as of kinds yet to come, are left out. KeysUnavailableError if
         there are none.
         """
-        issuer, found = description.get("issuer"), key_set.get("keys")
-        keys = {key.key_id: key for key in map(_key, found if isinstance(found, list) else ()) if key and key.key_id}
+        issuer, entries = description.get("issuer"), key_set.get("keys")
+        keys = {
+            key.key_id: key for key in map(_key, entries if isinstance(entries, list) else ()) if key and key.key_id
+        }
         if not isinstance(issuer, str) or not issuer or not keys:
             raise KeysUnavailableError("the API server publishes no issuer or no supported key")
         return cls(issuer, keys)
 
 
-def _key(found: object) -> jwt.PyJWK | None:
+def _key(entry: object) -> jwt.PyJWK | None:
     """Return a key for verifying signatures; None for anything else."""
-    if not isinstance(found, dict) or found.get("use", "sig") != "sig":
+    if not isinstance(entry, dict) or entry.get("use", "sig") != "sig":
         return None
     try:
-        key = jwt.PyJWK(found)
+        key = jwt.PyJWK(entry)
     except jwt.PyJWTError:
         return None
     return key if key.algorithm_name in ALGORITHMS else None
@@ -158,17 +160,17 @@ class KeyReviewer:
     async def _read(self) -> None:
         self._tried_at, self._failed = self._clock(), True
         try:
-            found = IssuerKeys.of(*await self._source.read_issuer())
+            fresh = IssuerKeys.of(*await self._source.read_issuer())
         except KeysUnavailableError as error:
             log.warning("The public keys that verify tokens of progress reports cannot be read: %s.", error)
             if self._known is None or self._stale():
                 log.warning("Until they can be read, all progress reports are answered with 503.")
             return
-        if self._known is None or (self._known.issuer, set(self._known.keys)) != (found.issuer, set(found.keys)):
+        if self._known is None or (self._known.issuer, set(self._known.keys)) != (fresh.issuer, set(fresh.keys)):
             log.info(
-                "Tokens of progress reports are verified for issuer %s; public keys: %d.", found.issuer, len(found.keys)
+                "Tokens of progress reports are verified for issuer %s; public keys: %d.", fresh.issuer, len(fresh.keys)
             )
-        self._known, self._known_at, self._failed = found, self._clock(), False
+        self._known, self._known_at, self._failed = fresh, self._clock(), False
 
 
 # ------------------------------------------------------------------------------------------------------- one token

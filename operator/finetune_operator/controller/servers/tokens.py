@@ -153,18 +153,18 @@ class TokenChecker:
     async def _review(self, key: bytes, token: str) -> Verdict:
         try:
             async with asyncio.timeout(REVIEW_SECONDS):
-                found = await self._reviewer.review_token(token, PROGRESS_AUDIENCE)
+                reviewed = await self._reviewer.review_token(token, PROGRESS_AUDIENCE)
         except TimeoutError as error:
             raise ReviewUnavailableError(f"no review of a token within {REVIEW_SECONDS:.0f} s") from error
         now = self._clock()
-        if isinstance(found, RefusedToken):
-            self._refused.put(key, found, now + REMEMBER_REFUSED_SECONDS)
+        if isinstance(reviewed, RefusedToken):
+            self._refused.put(key, reviewed, now + REMEMBER_REFUSED_SECONDS)
         else:
             end = expiry(token)
             # A token that names no end is reviewed again soon.
             until = now + (REMEMBER_REFUSED_SECONDS if end is None else REMEMBER_SECONDS)
-            self._accepted.put(key, found, until if end is None else min(until, end))
-        return found
+            self._accepted.put(key, reviewed, until if end is None else min(until, end))
+        return reviewed
 
 
 class _Memory:

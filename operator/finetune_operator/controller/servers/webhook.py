@@ -199,13 +199,13 @@ def answered(answer: Answer, body: bytes, reviewing: Reviewing) -> Any:
     """
     review = read_review(body)
     REVIEWING.set(reviewing)
-    found = asyncio.run(_awaited(answer(review)))
-    status = found["response"].get("status", {})
+    reviewed = asyncio.run(_awaited(answer(review)))
+    status = reviewed["response"].get("status", {})
     if status.get("code") == HTTPStatus.INTERNAL_SERVER_ERROR:
         raise RuntimeError(f"a review failed: {status.get('message')}")
     if reviewing.status is not None:
-        found["response"]["status"] = reviewing.status
-    return found
+        reviewed["response"]["status"] = reviewing.status
+    return reviewed
 
 
 async def _awaited(answer: Awaitable[Any]) -> Any:

@@ -76,13 +76,13 @@ class OwnedObjects:
         """Add an object that is the job's own."""
         self._own.add(uid)
 
-    def record_owner(self, owner: Owner, found: Mapping[str, JsonValue] | None) -> None:
+    def record_owner(self, owner: Owner, metadata: Mapping[str, JsonValue] | None) -> None:
         """Record the metadata that the API server has for `owner`; None: it does not exist."""
-        if found is None:
+        if metadata is None:
             self._absent.add(owner)
             return
-        controller = controller_of(found)
-        if found.get("uid") == owner.uid and controller is not None and controller.uid in self._own:
+        controller = controller_of(metadata)
+        if metadata.get("uid") == owner.uid and controller is not None and controller.uid in self._own:
             self._own.add(owner.uid)
         else:
             self._foreign.add(owner)

@@ -188,23 +188,23 @@ class Store:
             if entry.owner and _has_intermediate_owner(entry) and owned.is_unknown(entry.owner)
         }
 
-    def resolve(self, job: JobId, owner: Owner, found: Raw | None) -> None:
+    def resolve(self, job: JobId, owner: Owner, manifest: Raw | None) -> None:
         """Record the API server's answer about `owner`; None: it does not exist."""
         owned = self._owned.get(job)
         if owned is not None:
             self._own(job)  # with objects that were put in since
-            owned.record_owner(owner, None if found is None else _metadata(found))
+            owned.record_owner(owner, None if manifest is None else _metadata(manifest))
 
     def foreign(self, key: JobKey) -> list[Entry]:
         """Return the objects that claim a job of that name and are not its own, except those that may still turn out to
         be, and those that are being deleted.
         """
-        found = []
+        entries = []
         for uid in self._uids.get(key, ()):
             job = (key.namespace, uid)
             open_owners = self.unresolved(job)
-            found += [one for one in self._claims(job) if not one.deleting and one.owner not in open_owners]
-        return found
+            entries += [one for one in self._claims(job) if not one.deleting and one.owner not in open_owners]
+        return entries
 
     def _claims(self, job: JobId) -> list[Entry]:
         """Return the objects that are labelled as the job's, with labels of ours, and are not its own."""
@@ -226,10 +226,10 @@ class Store:
             elif isinstance(entry.view, PodView | EndpointView):
                 undecided.append(entry)
         # One pod may control others, in whatever order they came, and an InferenceService a Deployment.
-        while found := [entry for entry in undecided if self._controlled(entry, owned)]:
-            for entry in found:
+        while controlled := [entry for entry in undecided if self._controlled(entry, owned)]:
+            for entry in controlled:
                 owned.add(entry.uid)
-            own += found
+            own += controlled
             undecided = [entry for entry in undecided if entry.uid not in owned]
         return own
 
@@ -359,9 +359,9 @@ class Store:
         known = self._entries.get(key)
         if known is None or known.uid != uid or known.version > self._tombstones[uid][0]:
             return None
-        own = self.belongs(known)
+        belonged = self.belongs(known)
         self._drop(known)
-        if own:
+        if belonged:
             self._retain_last_state(known, last)
         if known.job_id not in self._of_job:
             self._owned.pop(known.job_id, None)

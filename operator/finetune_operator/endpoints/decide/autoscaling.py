@@ -32,10 +32,12 @@ def autoscaler_view(value: Mapping[str, JsonValue]) -> AutoscalerView | None:
         raw = _Autoscaler.model_validate(value)
     except ValidationError:
         return None
-    found = next((one for one in raw.status.conditions if one.type == "ScalingActive"), None)
-    if found is None:
+    condition = next((one for one in raw.status.conditions if one.type == "ScalingActive"), None)
+    if condition is None:
         return None
-    return AutoscalerView(found.status != "False", found.last_transition_time, found.message or found.reason)
+    return AutoscalerView(
+        condition.status != "False", condition.last_transition_time, condition.message or condition.reason
+    )
 
 
 def has_autoscaler(job: JobView) -> bool:

@@ -388,10 +388,10 @@ def _readiness(state: ReconcileState, url: str) -> Readiness:
 
 def _serving_details(state: ReconcileState, servers: EndpointView) -> str:
     """Return sentences on KServe's own address, and on a server that does not start beside those that answer."""
-    own = "" if servers.url is None else f" KServe exposes it at {servers.url}."
-    own += autoscaler_details(state, servers) + route_details(state, servers) + idle_details(state, servers)
+    details = "" if servers.url is None else f" KServe exposes it at {servers.url}."
+    details += autoscaler_details(state, servers) + route_details(state, servers) + idle_details(state, servers)
     problem = start_problem(state, servers.revision)
-    return own if problem is None else f"{own} {problem}"
+    return details if problem is None else f"{details} {problem}"
 
 
 def _rollout_details(state: ReconcileState, status: EndpointStatus) -> str:

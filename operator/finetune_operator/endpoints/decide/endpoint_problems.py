@@ -29,8 +29,8 @@ def not_ready_reason(state: ReconcileState) -> tuple[str, str]:
     status = state.status.endpoint
     revision = 1 if status is None or status.target is None else status.target
     for pod in _pods(state, revision):
-        if (found := _pod_problem(state, pod)) is not None:
-            return found
+        if (problem := _pod_problem(state, pod)) is not None:
+            return problem
     servers, name = view_of(state, revision), JobNames.of(state.job.name).servers(revision)
     if servers is None:
         return WAITING, f"Waiting for the servers of {name} to be created."
@@ -52,8 +52,8 @@ def start_problem(state: ReconcileState, revision: int) -> str | None:
     """Return why the newest pod of a revision that cannot start does not, while others may answer."""
     for pod in _pods(state, revision):
         if pod.unschedulable is not None or pod.waiting is not None or _waits_for_volume(state, pod):
-            found = _pod_problem(state, pod)
-            return None if found is None else found[1]
+            problem = _pod_problem(state, pod)
+            return None if problem is None else problem[1]
     return None
 
 
@@ -74,8 +74,8 @@ def _pod_problem(state: ReconcileState, pod: PodView) -> tuple[str, str] | None:
         return "Unschedulable", f"Pod {pod.name} is unschedulable: {pod.unschedulable}"
     ended = pod.ended
     if ended is not None:
-        own = ended.report.failure.message if ended.report and ended.report.failure else ended.message.strip()
-        last = own[-MESSAGE_LIMIT:] or ended.reason
+        message = ended.report.failure.message if ended.report and ended.report.failure else ended.message.strip()
+        last = message[-MESSAGE_LIMIT:] or ended.reason
         reason = pod.waiting.reason if pod.waiting is not None else "ServerEnded"
         return reason, f"The server in pod {pod.name} exited with code {ended.exit_code}: {last}"
     if pod.waiting is not None:

@@ -107,14 +107,14 @@ def desired_endpoint(state: ReconcileState) -> DesiredEndpoint:
     assert endpoint is not None, "the job has an endpoint"
     if text is None:
         return DesiredEndpoint(endpoint)
-    found = _REQUEST.fullmatch(text)
-    if found is None:
+    match = _REQUEST.fullmatch(text)
+    if match is None:
         return DesiredEndpoint(
             endpoint,
             message=f'Annotation {ROLLBACK_ANNOTATION} has the value "{text}": write two revision numbers as FROM:TO, '
             f"e.g. 5:4, or run `finetune rollback {state.job.name}`.",
         )
-    from_number, to_number = (int(one) for one in found.groups())
+    from_number, to_number = (int(one) for one in match.groups())
     history = {} if state.status.endpoint is None else {one.number: one for one in state.status.endpoint.revisions}
     if from_number == to_number or from_number not in history or history[from_number].endpoint != content(endpoint):
         return DesiredEndpoint(endpoint)
@@ -295,8 +295,8 @@ class _History:
         """Return the revisions that the annotation names, without which it could not be followed, and one that is held
         back.
         """
-        found = _REQUEST.fullmatch(self.state.job.rollback or "")
-        named = () if found is None else tuple(int(one) for one in found.groups())
+        match = _REQUEST.fullmatch(self.state.job.rollback or "")
+        named = () if match is None else tuple(int(one) for one in match.groups())
         return named if self.desired.held_back is None else (*named, self.desired.held_back)
 
     def _wanted(

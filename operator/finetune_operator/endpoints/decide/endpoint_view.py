@@ -142,8 +142,8 @@ def joined(views: Iterable[EndpointView]) -> tuple[EndpointView, ...]:
             deployments[view.revision] = view
         else:
             ours.append(view)
-    found = (_with_servers(one, deployments.get(one.revision)) if one.runtime == "kserve" else one for one in ours)
-    return tuple(sorted(found, key=lambda view: (view.revision, view.ref.name)))
+    endpoints = (_with_servers(one, deployments.get(one.revision)) if one.runtime == "kserve" else one for one in ours)
+    return tuple(sorted(endpoints, key=lambda view: (view.revision, view.ref.name)))
 
 
 def _with_servers(service: EndpointView, deployment: EndpointView | None) -> EndpointView:

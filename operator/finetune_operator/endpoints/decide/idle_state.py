@@ -41,11 +41,11 @@ def idle_scaling_view(value: Mapping[str, JsonValue]) -> IdleScalingView | None:
     except ValidationError:
         return None
     # Before version 0.12 of the add-on there may be several; the last one is the newest.
-    found = next((one for one in reversed(raw.status.conditions) if one.type == "Ready"), None)
+    condition = next((one for one in reversed(raw.status.conditions) if one.type == "Ready"), None)
     since = raw.metadata.creation_timestamp
-    if found is None:
+    if condition is None:
         return IdleScalingView(False, since, "the operator of the KEDA HTTP add-on has not reported on it")
-    return IdleScalingView(found.status == "True", since, found.message or found.reason)
+    return IdleScalingView(condition.status == "True", since, condition.message or condition.reason)
 
 
 def scales_to_zero(job: JobView) -> bool:

@@ -138,15 +138,15 @@ def canary_objects(
     assert plan.servers is not None, "a plan with the stage serve has servers"
     pods = StagePods(plan, context, Attempt(Stage.SERVE, serving))
     changed = ("NetworkPolicy", "Service", ROUTE_KIND)
-    found = {str(one["kind"]): one for one in _shared_objects(pods, plan.servers) if one["kind"] in changed}
+    by_kind = {str(one["kind"]): one for one in _shared_objects(pods, plan.servers) if one["kind"] in changed}
     traffic = context.spec.routed_traffic
     if canary is None or weight is None or traffic is None:
-        return tuple(found.values())
+        return tuple(by_kind.values())
     beside = StagePods(plan, context, Attempt(Stage.SERVE, canary))
     about = metadata(beside)
     weights = {_service_name(pods): WHOLE - weight, str(about["name"]): weight}
-    found[ROUTE_KIND] = route(_shared_metadata(pods), traffic, weights, SERVICE_PORT)
-    return (_service(about, beside), *found.values())
+    by_kind[ROUTE_KIND] = route(_shared_metadata(pods), traffic, weights, SERVICE_PORT)
+    return (_service(about, beside), *by_kind.values())
 
 
 def endpoint_objects(
@@ -166,8 +166,8 @@ def endpoint_objects(
         return _by_kserve(pods, servers, beside, pod_digest)
     digest = _sha256([*beside, config, _deployment(pods, servers, servers.replicas, {})])
     annotations: Manifest = {ENDPOINT_ANNOTATION: digest, REVISION_ANNOTATION: pod_digest}
-    own = (config, _deployment(pods, servers, replicas, annotations))
-    return EndpointObjects(beside, own, digest, replicas, servers.most, "deployment")
+    server_objects = (config, _deployment(pods, servers, replicas, annotations))
+    return EndpointObjects(beside, server_objects, digest, replicas, servers.most, "deployment")
 
 
 def _by_kserve(pods: StagePods, servers: Servers, beside: tuple[Manifest, ...], pod_digest: str) -> EndpointObjects:
@@ -182,8 +182,8 @@ def _by_kserve(pods: StagePods, servers: Servers, beside: tuple[Manifest, ...], 
         busy = {"targetRequests": servers.target_requests}
     digest = _sha256([*shared, config, busy, _inference_service(pods, fixed, {})])
     annotations: Manifest = {ENDPOINT_ANNOTATION: digest, REVISION_ANNOTATION: pod_digest}
-    own = (config, _inference_service(pods, servers, annotations))
-    return EndpointObjects(beside, own, digest, servers.replicas, servers.most, "kserve")
+    server_objects = (config, _inference_service(pods, servers, annotations))
+    return EndpointObjects(beside, server_objects, digest, servers.replicas, servers.most, "kserve")
 
 
 def _sha256(value: JsonValue | list[Manifest]) -> str:
@@ -194,24 +194,26 @@ def _shared_objects(pods: StagePods, servers: Servers) -> tuple[Manifest, ...]:
     """Return the objects that all revisions share; the Service selects this revision's pods."""
     context, everyone = pods.context, {**pods.identity}
     del everyone[ATTEMPT_LABEL]
-    own = _shared_metadata(pods)
+    shared_metadata = _shared_metadata(pods)
     selector: JsonValue = dict(everyone)
     objects = []
     if context.settings.network_policy.enabled:
         clients = dumped(context.settings.network_policy.endpoint_clients)
         clients += [] if (peer := gateway_peer(context)) is None else [peer]
-        objects.append(document("server_network", metadata=own, pods=selector, clients=clients, port=SERVE_PORT))
+        objects.append(
+            document("server_network", metadata=shared_metadata, pods=selector, clients=clients, port=SERVE_PORT)
+        )
     service = _service_name(pods)
-    objects.append(_service({**own, "name": service}, pods))
+    objects.append(_service({**shared_metadata, "name": service}, pods))
     if (traffic := context.spec.routed_traffic) is not None:
-        objects.append(route(own, traffic, {service: WHOLE}, SERVICE_PORT))
+        objects.append(route(shared_metadata, traffic, {service: WHOLE}, SERVICE_PORT))
     if servers.most > 1:
-        objects.append(document("server_disruption", metadata=own, selector=selector))
+        objects.append(document("server_disruption", metadata=shared_metadata, selector=selector))
     if servers.idle_seconds is not None:
         about = (service, context.namespace, SERVICE_PORT)
-        objects.append(idle_scaling(own, servers, pods.name, about, START_SECONDS))
+        objects.append(idle_scaling(shared_metadata, servers, pods.name, about, START_SECONDS))
     elif servers.most > servers.replicas:
-        objects.append(_scaling(pods, servers, own))
+        objects.append(_scaling(pods, servers, shared_metadata))
     return tuple(objects)
 
 
@@ -232,10 +234,10 @@ def _service(about: Manifest, pods: StagePods) -> Manifest:
     return document("server_service", metadata=about, selector=selector, port=SERVICE_PORT, target=SERVE_PORT)
 
 
-def _scaling(pods: StagePods, servers: Servers, own: Manifest) -> Manifest:
+def _scaling(pods: StagePods, servers: Servers, shared_metadata: Manifest) -> Manifest:
     return document(
         "server_scaling",
-        metadata=own,
+        metadata=shared_metadata,
         target=pods.names.predictor(pods.attempt.number) if servers.runtime == "kserve" else pods.name,
         least=servers.replicas,
         most=servers.most,
@@ -268,7 +270,7 @@ def _deployment(pods: StagePods, servers: Servers, replicas: int, annotations: M
     )
 
 
-def _inference_service(pods: StagePods, servers: Servers, own: Manifest) -> Manifest:
+def _inference_service(pods: StagePods, servers: Servers, digests: Manifest) -> Manifest:
     """Return a predictor in Standard mode: a custom one, or with a runtime of the cluster. KServe reads the pod spec
     beside its own fields.
     """
@@ -287,7 +289,7 @@ def _inference_service(pods: StagePods, servers: Servers, own: Manifest) -> Mani
     }
     # Without this, KServe would create an autoscaler of its own, also for one server.
     scaler = "external" if servers.most > servers.replicas else "none"
-    annotations: JsonValue = {DEPLOYMENT_MODE: "Standard", AUTOSCALER_CLASS: scaler, **own}
+    annotations: JsonValue = {DEPLOYMENT_MODE: "Standard", AUTOSCALER_CLASS: scaler, **digests}
     return document(
         "server_inferenceservice",
         version=KSERVE_API,

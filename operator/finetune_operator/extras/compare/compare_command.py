@@ -42,19 +42,19 @@ def compare(
     from finetune_operator.extras.compare.runfolders import NoRunError, find_runs
 
     try:
-        found = find_runs(runs, workspace)
+        selected = find_runs(runs, workspace)
     except NoRunError as error:
         raise UsageError(str(error)) from error
-    if len({run.folder for run in found}) < max(2, len(found)):
+    if len({run.folder for run in selected}) < max(2, len(selected)):
         raise UsageError("name two or more different runs, such as: finetune compare runs/first runs/second")
-    comparison = comparing.compare(found)
+    comparison = comparing.compare(selected)
     if html is not None:
         try:
             write_atomically(html, comparing.page(comparison, every=every))
         except OSError as error:
             raise UsageError(f"--html {html}: cannot be written: {error.strerror}") from error
-    for each in comparison.notes:
-        note(each)
+    for text in comparison.notes:
+        note(text)
     if output is Output.TEXT:
         comparing.print_comparison(out(), comparison, every=every)
     else:

@@ -124,9 +124,9 @@ def compare(runs: Sequence[Run]) -> Comparison:
 
 def _settings(runs: Sequence[Run]) -> Iterator[Setting]:
     for of in (_of_job, _of_plan, _of_environment):
-        flat = {run.name: dict(_flat(found)) for run in runs if (found := of(run))}
-        for field in dict.fromkeys(field for each in flat.values() for field in each):
-            values = {name: each.get(field) for name, each in flat.items()}
+        flat = {run.name: dict(_flat(section)) for run in runs if (section := of(run))}
+        for field in dict.fromkeys(field for fields in flat.values() for field in fields):
+            values = {name: fields.get(field) for name, fields in flat.items()}
             yield Setting(field, values, len({_key(value) for value in values.values()}) > 1)
 
 
@@ -238,8 +238,8 @@ def _total_seconds(run: Run) -> float | None:
 
 
 def _estimate(run: Run) -> Mapping[str, Any]:
-    found = run.plan.get("estimate")
-    return found if isinstance(found, Mapping) else {}
+    estimate = run.plan.get("estimate")
+    return estimate if isinstance(estimate, Mapping) else {}
 
 
 def _cost(run: Run) -> float | None:
@@ -307,7 +307,7 @@ def print_comparison(console: Console, comparison: Comparison, *, every: bool) -
     names = [run.name for run in comparison.runs]
     _print_table(console, "Runs", ["", *names], [["state", *(run.state for run in comparison.runs)]])
     shown = [setting for setting in comparison.settings if setting.differs or every]
-    rows = [[each.field, *(setting_text(each, name) for name in names)] for each in shown]
+    rows = [[setting.field, *(setting_text(setting, name) for name in names)] for setting in shown]
     _print_table(console, "Settings" if every else "Settings that differ", ["", *names], rows)
     if not rows:
         console.print("  none")
@@ -329,7 +329,7 @@ def _print_table(console: Console, title: str, head: Sequence[str], rows: Sequen
     for at, name in enumerate(head):
         table.add_column(Text(f"  {name}" if at == 0 else name), overflow="fold")
     for row in rows:
-        cells = [Text(each, style="bold green" if each.endswith(f" {MARK}") else "") for each in row[1:]]
+        cells = [Text(cell, style="bold green" if cell.endswith(f" {MARK}") else "") for cell in row[1:]]
         table.add_row(Text(f"  {row[0]}"), *cells)
     print_trimmed(console, table)
 

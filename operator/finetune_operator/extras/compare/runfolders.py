@@ -50,8 +50,8 @@ class Run:
 
     def section(self, name: str) -> Mapping[str, Any]:
         """Return a section of metrics.json; empty if it does not exist."""
-        found = self.metrics.get(name)
-        return found if isinstance(found, Mapping) else {}
+        section = self.metrics.get(name)
+        return section if isinstance(section, Mapping) else {}
 
 
 def find_runs(named: Sequence[str], workspace: Path) -> list[Run]:
@@ -89,10 +89,10 @@ _NAMED = 8
 
 def _runs_in(folder: Path) -> list[str]:
     try:
-        found = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and _is_run(entry))
+        names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and _is_run(entry))
     except OSError:
         return []
-    return found if len(found) <= _NAMED else [*found[:_NAMED], f"{len(found) - _NAMED} more"]
+    return names if len(names) <= _NAMED else [*names[:_NAMED], f"{len(names) - _NAMED} more"]
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -103,8 +103,8 @@ def read_run(folder: Path, name: str) -> Run:
     paths, problems = JobPaths(folder), list[str]()
     job, plan = _read(paths.job, problems, needed=True), _read(paths.plan, problems)
     redactor = Redactor()
-    for each in (job, plan):
-        redactor.learn(each)
+    for document in (job, plan):
+        redactor.learn(document)
     job = job or plan.get("trainer") or {}
     seconds = {stage: report.seconds for stage in LOCAL_STAGES if (report := finished(paths, stage)) is not None}
     history = _read_history(paths.history, problems)
@@ -125,7 +125,7 @@ def read_run(folder: Path, name: str) -> Run:
 def _read(path: Path, problems: list[str], *, needed: bool = False) -> dict[str, Any]:
     """Return a JSON object; if it cannot be read, an empty one, and the reason among the problems."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if needed:
             problems.append(f"{path.name} is missing")
@@ -133,10 +133,10 @@ def _read(path: Path, problems: list[str], *, needed: bool = False) -> dict[str,
     except (OSError, ValueError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         problems.append(f"{path.name} is not a JSON object")
         return {}
-    return found
+    return content
 
 
 def _read_history(path: Path, problems: list[str]) -> list[dict[str, Any]]:

@@ -62,14 +62,14 @@ def review(
     inputs = read_inputs([*(files or []), *(filename or [])], limits)
     print_notes(inputs)
     jobs = tuple(_reviewed(entry, node, limits, rendered, max_cost) for entry in inputs.entries)
-    found = Review(jobs, tuple(inputs.problems))
+    result = Review(jobs, tuple(inputs.problems))
     if output is not Output.TEXT:
-        emit([found.data()], output)
+        emit([result.data()], output)
     if summary is not None:
-        _write(summary, markdown(found), "--summary")
+        _write(summary, markdown(result), "--summary")
     elif output is Output.TEXT:
-        print(markdown(found), end="")
-    if not found.passes:
+        print(markdown(result), end="")
+    if not result.passes:
         if summary is not None:
             print_error(f"these jobs do not pass the review: see {summary}.")
         raise typer.Exit(1)

@@ -95,14 +95,14 @@ class Pages:
 
     def index(self) -> Page:
         """Return the page of all runs, and the jobs of the cluster."""
-        found = self._workspace.runs()
+        listing = self._workspace.runs()
         now = utc_now()
         return self._page(
             "index",
             title="Runs",
-            runs=[_run_row(run, now) for run in found.runs],
-            more=found.more,
-            problem=found.problem,
+            runs=[_run_row(run, now) for run in listing.runs],
+            more=listing.more,
+            problem=listing.problem,
             cluster=self._cluster_list(now),
         )
 
@@ -136,7 +136,9 @@ class Pages:
             with_majority=any(metric.majority is not None for metric in run.metrics),
             charts=training_charts({shown_name(name): history}),
             history_cut=cut,
-            stages=[{"name": each.name, "state": each.state, "time": _duration(each.seconds)} for each in run.stages],
+            stages=[
+                {"name": stage.name, "state": stage.state, "time": _duration(stage.seconds)} for stage in run.stages
+            ],
             logs=[
                 {
                     "stage": log.stage,

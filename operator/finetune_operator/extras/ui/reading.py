@@ -59,27 +59,27 @@ def read(root: Path, *parts: str, limit: int, end: bool = False) -> Content | No
 def stamp(root: Path, *parts: str) -> Stamp:
     """Return a value that changes when the file does."""
     try:
-        found = root.joinpath(*parts).lstat()
+        status = root.joinpath(*parts).lstat()
     except OSError:
         return None
-    return (found.st_ino, found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
+    return (status.st_ino, status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
 
 
 def folders(root: Path) -> list[tuple[str, float]]:
     """Return the folders in `root` whose names do not begin with a dot, with their times of change. Raise
     UnreadableError.
     """
-    found = []
+    folder_times = []
     try:
         with os.scandir(root) as entries:
             for entry in entries:
                 if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
-                    found.append((entry.name, entry.stat(follow_symlinks=False).st_mtime))
+                    folder_times.append((entry.name, entry.stat(follow_symlinks=False).st_mtime))
     except FileNotFoundError:
         return []
     except OSError as error:
         raise UnreadableError(f"{root} cannot be read: {error.strerror or error}") from error
-    return found
+    return folder_times
 
 
 @contextmanager

@@ -179,7 +179,7 @@ def read_run(root: Path, name: str, running: bool) -> Run:
 def _current(root: Path, open_stages: Sequence[Stage], failure: FailureStatus | None) -> Stage | None:
     """Return, of the stages that are not done, the failed one, else the last to write, else the first."""
     named = [stage for stage in open_stages if failure is not None and stage == failure.stage]
-    written = [(found[2], stage) for stage in open_stages if (found := stamp(root, "logs", f"{stage}.log"))]
+    written = [(log_stamp[2], stage) for stage in open_stages if (log_stamp := stamp(root, "logs", f"{stage}.log"))]
     return named[0] if named else max(written)[1] if written else next(iter(open_stages), None)
 
 
@@ -346,8 +346,8 @@ def _sample(lines: Sequence[bytes]) -> list[bytes]:
     if len(lines) <= HISTORY_LINES:
         return list(lines)
     evaluations = [at for at, line in enumerate(lines) if b'"eval_' in line]
-    chosen = {*_thinned(range(len(lines)), HISTORY_LINES), *_thinned(evaluations, HISTORY_LINES // 10)}
-    return [lines[at] for at in sorted(chosen)]
+    positions = {*_thinned(range(len(lines)), HISTORY_LINES), *_thinned(evaluations, HISTORY_LINES // 10)}
+    return [lines[at] for at in sorted(positions)]
 
 
 def _thinned(places: Sequence[int], most: int) -> Sequence[int]:

@@ -142,22 +142,22 @@ class ClusterJobs:
                 self.where = f"namespace {cluster.namespace}"
             return await cluster.jobs(self.everywhere)
 
-        found = self._in_cluster(self._connection, listed)
-        for job in found:
+        jobs = self._in_cluster(self._connection, listed)
+        for job in jobs:
             self._remember(job)
-        return tuple(sorted(found, key=lambda job: job.metadata.creation_timestamp, reverse=True))
+        return tuple(sorted(jobs, key=lambda job: job.metadata.creation_timestamp, reverse=True))
 
     def _request_one(self, namespace: str, name: str) -> JobDetails:
         async def all_of_it(cluster: Cluster) -> JobDetails:
             job = await cluster.job(name)
             events = await events_of(cluster, job)
             try:
-                found = await read_logs(cluster, job, LogSelection(tail=LOG_LINES))
+                log = await read_logs(cluster, job, LogSelection(tail=LOG_LINES))
             except NoLogError as none:
                 return JobDetails(job, events, (), (str(none),))
             except ClusterError as error:
                 return JobDetails(job, events, (), (f"The log cannot be read: {error}",))
-            return JobDetails(job, events, found.lines[-LOG_LINES:], found.notes)
+            return JobDetails(job, events, log.lines[-LOG_LINES:], log.notes)
 
         details = self._in_cluster(replace(self._connection, namespace=namespace), all_of_it)
         self._remember(details.job)

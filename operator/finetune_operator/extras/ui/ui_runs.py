@@ -97,10 +97,10 @@ class Workspace:
     def runs(self) -> Runs:
         """Return all runs: running ones first, then by their start, the latest first."""
         try:
-            found = sorted(folders(self.folder), key=lambda folder: folder[1], reverse=True)
+            by_time = sorted(folders(self.folder), key=lambda folder: folder[1], reverse=True)
         except UnreadableError as error:
             return Runs((), problem=str(error))
-        names = [name for name, _ in found if self._is_run(name)]
+        names = [name for name, _ in by_time if self._is_run(name)]
         runs = [self._run(name) for name in names[:MOST_RUNS]]
         earliest = datetime.min.replace(tzinfo=UTC)
         runs.sort(key=lambda run: (run.state == "running", run.started or earliest), reverse=True)
@@ -136,8 +136,8 @@ class Workspace:
             object_of(root, file, problems) for file in ("job.json", "plan.json", "metrics.json", "environment.json")
         )
         redactor = Redactor()
-        for each in (job, plan):
-            redactor.learn(each)
+        for document in (job, plan):
+            redactor.learn(document)
         return runfolders.Run(
             name=shown_name(run.name),
             folder=root,

@@ -133,13 +133,13 @@ class _Handler(BaseHTTPRequestHandler):
         if refused is not None:
             return Answer(f"{refused.text}\n".encode(), PLAIN, refused.code)
         path = [fsdecode(unquote_to_bytes(part)) for part in target.path.split("/")[1:]]
-        found = route(server.pages, path, query)
-        if found is None:
+        answer = route(server.pages, path, query)
+        if answer is None:
             not_found = server.pages.message(
                 404, "Not found", "There is no such page: the run or job may have been deleted."
             )
             return _of(not_found)
-        return found
+        return answer
 
     def _redirect_with_cookie(self, path: str, query: str) -> Answer:
         """Store the token in a cookie and remove it from the address, which browsers remember and people copy."""

@@ -111,8 +111,8 @@ def clean_up_ended(state: ReconcileState) -> ReconcileState:
     finished, job = state.status.completion_time, state.job.job
     if finished is None or job is None:
         return state
-    own = job.spec.run_policy.ttl_seconds_after_finished
-    seconds = state.settings.defaults.ttl_seconds_after_finished if own is None else own
+    requested = job.spec.run_policy.ttl_seconds_after_finished
+    seconds = state.settings.defaults.ttl_seconds_after_finished if requested is None else requested
     if seconds is None:
         return state
     until = finished + timedelta(seconds=seconds)

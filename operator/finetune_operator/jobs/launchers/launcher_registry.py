@@ -53,7 +53,7 @@ def module_of(api_version: str, kind: str) -> LauncherModule | None:
 
 def render(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
     """Return all objects of a job without failures: the shared ones, then the first attempt of each stage in order."""
-    attempts = [Attempt(each, capacity=first_capacity(context.spec, each)) for each in plan.stages]
+    attempts = [Attempt(name, capacity=first_capacity(context.spec, name)) for name in plan.stages]
     stages = [stage(plan, context, attempt) for attempt in attempts]
     return (*shared(plan, context), *(manifest for objects in stages for manifest in objects))
 

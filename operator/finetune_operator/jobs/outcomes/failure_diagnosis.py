@@ -50,7 +50,7 @@ def _first(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Cause:
     failed = sorted((pod for pod in pods if _has_failed(pod)), key=_end)
     reports = sorted(_reported(stage, failed), key=lambda one: one[1].known_time)
     original = [one for one in reports if one[1].failure_class not in ECHOES]
-    by_infrastructure = [found for found in map(infrastructure_cause, failed) if found is not None]
+    by_infrastructure = [cause for cause in map(infrastructure_cause, failed) if cause is not None]
     for pod, report in original:
         if not (by_infrastructure and report.reason in _UNSPECIFIC_REASONS):
             return _from_report(pod, report)
@@ -360,7 +360,7 @@ def _from_child(child: ChildView, pods: Sequence[PodView]) -> Cause:
     """Return the child's own reason, if no pod has a better one; a Job's pod failure policy repeats that of a pod."""
     object_name = f"{child.ref.kind} {child.ref.name}"
     if child.reason == "PodFailurePolicy":
-        name = found[1] if (found := _POD_NAME.search(child.message)) else None
+        name = match[1] if (match := _POD_NAME.search(child.message)) else None
         # Its last known state may be from before its end: its report was deleted with it, or is on its way.
         pod = next((pod for pod in pods if pod.name == name), None)
         if "DisruptionTarget" in child.message:

@@ -23,9 +23,9 @@ def learned_from(statuses: Iterable[FineTuneJobStatus]) -> tuple[LearnedRatios, 
     for status in statuses:
         if (key := _key(status)) is not None:
             groups[key].append(status)
-    found = [_ratios(key, group) for key, group in groups.items() if len(group) >= LEAST_JOBS]
-    found.sort(key=lambda one: (-one.jobs, one.model_type, one.parameters, one.strategy, one.device))
-    return tuple(found[:MOST_GROUPS])
+    ratios = [_ratios(key, group) for key, group in groups.items() if len(group) >= LEAST_JOBS]
+    ratios.sort(key=lambda one: (-one.jobs, one.model_type, one.parameters, one.strategy, one.device))
+    return tuple(ratios[:MOST_GROUPS])
 
 
 def _key(status: FineTuneJobStatus) -> tuple[str, int, str, str] | None:
@@ -56,19 +56,19 @@ def _ratios(key: tuple[str, int, str, str], group: list[FineTuneJobStatus]) -> L
 
 def _step_ratio(status: FineTuneJobStatus) -> float | None:
     """Return the ratio to the plan's own estimate: without the correction that it had learned already."""
-    found = _of(status, "step_time")
+    comparison = _of(status, "step_time")
     learned = None if status.plan is None else status.plan.estimated.time_factor
-    return None if found is None else found.ratio * (learned or 1.0)
+    return None if comparison is None else comparison.ratio * (learned or 1.0)
 
 
 def _memory_ratio(status: FineTuneJobStatus) -> float | None:
-    found = _of(status, "memory")
+    comparison = _of(status, "memory")
     terms = {} if status.plan is None else status.plan.memory_per_device
-    if found is None or not terms.get(TOTAL):
+    if comparison is None or not terms.get(TOTAL):
         return None
-    return found.ratio * terms[TOTAL] / (terms[TOTAL] - terms.get(CORRECTION, 0))
+    return comparison.ratio * terms[TOTAL] / (terms[TOTAL] - terms.get(CORRECTION, 0))
 
 
 def _of(status: FineTuneJobStatus, name: str) -> ComparisonStatus | None:
-    found: ComparisonStatus | None = getattr(status.plan_check, name, None)
-    return found
+    comparison: ComparisonStatus | None = getattr(status.plan_check, name, None)
+    return comparison

@@ -181,8 +181,8 @@ class Cause:
 
     def _tail(self, logs: Mapping[str, str]) -> str | None:
         """Return the tail of the pod's log, or those of the witnesses if there is no such pod, or its log is empty."""
-        own = "" if self.pod is None else logs.get(self.pod.name, "").rstrip()
-        return own[-LOG_LIMIT:] or _joined_tails(self.pods_to_read_logs_from, logs)
+        tail = "" if self.pod is None else logs.get(self.pod.name, "").rstrip()
+        return tail[-LOG_LIMIT:] or _joined_tails(self.pods_to_read_logs_from, logs)
 
 
 def _joined_tails(pods: Sequence[PodView], logs: Mapping[str, str]) -> str | None:

@@ -94,16 +94,16 @@ def operator_peer(namespace: str) -> Manifest:
 
 def _progress(endpoint: ProgressEndpoint, url: str | None) -> list[tuple[Manifest, str]]:
     """Return rules for progress reports, each with a description: to the operator's pods, and to the settings' URL."""
-    found: list[tuple[Manifest, str]] = []
+    rules: list[tuple[Manifest, str]] = []
     if endpoint.namespace is not None:
         rule: Manifest = {"to": [operator_peer(endpoint.namespace)], "ports": [_port(PROGRESS_PORT)]}
-        found.append((rule, f"progress reports to the operator in {endpoint.namespace} (port {PROGRESS_PORT})"))
+        rules.append((rule, f"progress reports to the operator in {endpoint.namespace} (port {PROGRESS_PORT})"))
     if url is not None:
         parts = urlsplit(url)
         port = parts.port or _HTTPS_PORT
         rule = {"to": _addresses(parts.hostname or ""), "ports": [_port(port)]}
-        found.append((rule, f"progress reports to {parts.hostname} (port {port})"))
-    return found
+        rules.append((rule, f"progress reports to {parts.hostname} (port {port})"))
+    return rules
 
 
 def _addresses(host: str) -> list[JsonValue]:

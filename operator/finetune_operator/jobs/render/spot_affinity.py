@@ -45,10 +45,10 @@ def only_with(affinity: Mapping[str, JsonValue], nodes: Sequence[Mapping[str, Se
     required = _object(of_nodes.get(_REQUIRED))
     given = required.get("nodeSelectorTerms")
     # An empty term matches no node, but combined with ours it would match some.
-    own = [] if not isinstance(given, list) else [term for term in map(_object, given) if any(term.values())]
-    if given and not own:
+    nonempty = [] if not isinstance(given, list) else [term for term in map(_object, given) if any(term.values())]
+    if given and not nonempty:
         return dict(affinity)
-    terms: list[JsonValue] = [_both(term, labels) for term in own or [{}] for labels in nodes]
+    terms: list[JsonValue] = [_both(term, labels) for term in nonempty or [{}] for labels in nodes]
     return {**affinity, "nodeAffinity": {**of_nodes, _REQUIRED: {**required, "nodeSelectorTerms": terms}}}
 
 

@@ -153,13 +153,13 @@ class ReconcileState:
 
     def children(self, stage: Stage) -> tuple[ChildView, ...]:
         """Return all children of a stage, the newest attempt last."""
-        own = (child for child in self.observed.children if child.stage is stage)
-        return tuple(sorted(own, key=lambda child: child.attempt))
+        children = (child for child in self.observed.children if child.stage is stage)
+        return tuple(sorted(children, key=lambda child: child.attempt))
 
     def pods(self, stage: Stage, attempt: int) -> tuple[PodView, ...]:
         """Return the pods of one attempt, without reports that are of another job or stage."""
-        own = (pod for pod in self.observed.pods if pod.stage is stage and pod.attempt == attempt)
-        return tuple(with_own_report(pod, self.job.name) for pod in own)
+        pods = (pod for pod in self.observed.pods if pod.stage is stage and pod.attempt == attempt)
+        return tuple(with_own_report(pod, self.job.name) for pod in pods)
 
     def with_status(self, **changes: object) -> Self:
         """Return a copy with these fields of the status changed, by their Python names."""

@@ -60,5 +60,5 @@ def _planned(plan: PlanStatus) -> PlannedTraining:
     )
 
 
-def _status(found: Comparison | None) -> ComparisonStatus | None:
-    return None if found is None else ComparisonStatus(**found.model_dump())
+def _status(comparison: Comparison | None) -> ComparisonStatus | None:
+    return None if comparison is None else ComparisonStatus(**comparison.model_dump())

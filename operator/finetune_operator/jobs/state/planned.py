@@ -135,8 +135,8 @@ def _launchers(state: ReconcileState) -> tuple[LauncherName, ...]:
     served = state.observed.served
     if not state.started:
         return served
-    chosen = None if state.status.plan is None else state.status.plan.launcher
-    return (*(tuple(name for name in TRAINING if name == chosen) or served), *ENGINES)
+    launcher = None if state.status.plan is None else state.status.plan.launcher
+    return (*(tuple(name for name in TRAINING if name == launcher) or served), *ENGINES)
 
 
 def _read(model: type[Model], value: dict[str, JsonValue] | None) -> Model | None:
@@ -197,15 +197,15 @@ def _dumped(facts: BaseModel) -> dict[str, JsonValue]:
     return facts.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
-def with_findings(state: ReconcileState, found: Findings | TrainerReport | None) -> ReconcileState:
+def with_findings(state: ReconcileState, findings: Findings | TrainerReport | None) -> ReconcileState:
     """Store the GPUs and the transports that an attempt at train has measured, if it reports them."""
-    if found is None:
+    if findings is None:
         return state
-    if found.devices is not None:
+    if findings.devices is not None:
         before = state.status.measured or MeasuredStatus()
-        state = state.with_status(measured=before.model_copy(update={"device": _dumped(found.devices)}))
-    if found.communication is not None:
-        state = state.with_status(communication=communication_status(found.communication))
+        state = state.with_status(measured=before.model_copy(update={"device": _dumped(findings.devices)}))
+    if findings.communication is not None:
+        state = state.with_status(communication=communication_status(findings.communication))
     return state
 
 
@@ -351,11 +351,11 @@ def _with_stages_of(state: ReconcileState, job_plan: JobPlan) -> ReconcileState:
     planned = set(job_plan.stages)
     stages = []
     for stage in Stage:
-        found = stored.get(stage)
-        if stage is Stage.SERVE or (found is not None and found.attempt):
-            stages += [] if found is None else [found]
+        status = stored.get(stage)
+        if stage is Stage.SERVE or (status is not None and status.attempt):
+            stages += [] if status is None else [status]
         elif stage in planned:
-            stages.append(found or _pending(stage))
+            stages.append(status or _pending(stage))
     return state.with_status(stages=tuple(stages))
 
 

@@ -54,10 +54,10 @@ def metrics_of(report: TrainerReport) -> dict[str, float]:
     section = report.metrics.get(report.stage.value)
     if not isinstance(section, dict):
         return _numbers(report.metrics)
-    found = _numbers(section)
+    figures = _numbers(section)
     if report.stage is not Stage.TRAIN:
-        return found
-    return {name if name.startswith("eval_") else f"train_{name}": value for name, value in found.items()}
+        return figures
+    return {name if name.startswith("eval_") else f"train_{name}": value for name, value in figures.items()}
 
 
 def _numbers(metrics: Mapping[str, JsonValue]) -> dict[str, float]:
@@ -83,10 +83,13 @@ def job_folder(spec: FineTuneJobSpec, job: str) -> str:
     return f"{(spec.storage.workspace or f'pvc://{JobNames.of(job).claim}').rstrip('/')}/{job}"
 
 
-def communication_status(found: Communication) -> CommunicationStatus:
+def communication_status(communication: Communication) -> CommunicationStatus:
     """Return the transports of a training as the status shows them."""
     return CommunicationStatus(
-        inside=found.inside, between=found.between, gpudirect=found.gpudirect, adapters=found.adapters[:16]
+        inside=communication.inside,
+        between=communication.between,
+        gpudirect=communication.gpudirect,
+        adapters=communication.adapters[:16],
     )
 
 
@@ -124,8 +127,8 @@ def artifacts(
 def _judged_optimization(report: TrainerReport) -> str | None:
     """Return the backend of an evaluation; None if the model was evaluated as it is."""
     section = report.metrics.get(Stage.EVALUATE.value)
-    found = section.get("optimization") if isinstance(section, dict) else None
-    return found if isinstance(found, str) and found in get_args(BackendName) else None
+    backend = section.get("optimization") if isinstance(section, dict) else None
+    return backend if isinstance(backend, str) and backend in get_args(BackendName) else None
 
 
 def _predictions(spec: FineTuneJobSpec, folder: str) -> str:
@@ -151,7 +154,7 @@ def gpus(spec: FineTuneJobSpec, plan: PlanStatus | None, stage: Stage) -> int:
     """Return the GPUs that a pod of `stage` takes; 0 if the job leaves their number open."""
     gpus_per_node = spec.resources.gpus_per_node
     inference = () if plan is None else plan.inference
-    planned = next((each.processes * each.gpus_per_process for each in inference if each.stage == stage), 1)
+    planned = next((entry.processes * entry.gpus_per_process for entry in inference if entry.stage == stage), 1)
     return gpus_of_stage(stage, 0 if gpus_per_node == "auto" else gpus_per_node, planned)
 
 

@@ -56,10 +56,10 @@ def find_gpu(product: str, rows: Rows = ()) -> GpuModel | None:
     if neither table has it. A MIG instance gives a part of its GPU.
     """
     upper = product.upper()
-    found = _SLICE.search(upper)
-    if found is not None:
-        whole = find_gpu(product[: found.start()].rstrip("-. "), rows)
-        return None if whole is None else _part(whole, int(found[1]), int(found[2]))
+    match = _SLICE.search(upper)
+    if match is not None:
+        whole = find_gpu(product[: match.start()].rstrip("-. "), rows)
+        return None if whole is None else _part(whole, int(match[1]), int(match[2]))
     # The settings' names come first, and label values before words: p4d.24xlarge does not contain its GPU's name.
     for row in rows:
         if _plain(product) in (_plain(name) for name in _names(row)):
@@ -89,9 +89,9 @@ def _variants(upper: str) -> Iterator[GpuModel]:
     """Yield the built-in entries that a spelling may mean, the likeliest first."""
     words = set(re.split(r"[^A-Z0-9]+", upper))
     forms = {gpu.form for gpu in GPU_MODELS if gpu.chip in words} & (words & set(_FORMS) or {""})
-    found = [gpu for gpu in GPU_MODELS if gpu.chip in words and gpu.form in (forms or {""})]
-    named = [gpu for gpu in found if words & {f"{gpu.memory_gb}GB", f"{gpu.memory_gb}G", str(gpu.memory_gb)}]
-    yield from named or found
+    gpus = [gpu for gpu in GPU_MODELS if gpu.chip in words and gpu.form in (forms or {""})]
+    named = [gpu for gpu in gpus if words & {f"{gpu.memory_gb}GB", f"{gpu.memory_gb}G", str(gpu.memory_gb)}]
+    yield from named or gpus
 
 
 def _part(whole: GpuModel, slices: int, memory_gb: int) -> GpuModel:
@@ -115,8 +115,8 @@ def _part(whole: GpuModel, slices: int, memory_gb: int) -> GpuModel:
 
 def mig_memory(resource: str) -> int | None:
     """Return the least bytes of an instance of a MIG resource (`nvidia.com/mig-3g.40gb`); None for other resources."""
-    found = _SLICE.search(resource.upper())
-    return None if found is None else round(int(found[2]) * 1024 * MIG_SHARE) * MIB
+    match = _SLICE.search(resource.upper())
+    return None if match is None else round(int(match[2]) * 1024 * MIG_SHARE) * MIB
 
 
 def mig_product(product: str | None, resource: str) -> str | None:
@@ -221,12 +221,12 @@ def product_labels(product: str, rows: Rows = ()) -> Labels:
         for key, known in values.items():
             if product in known and key != KARPENTER_LABEL:  # its values are product names in common spelling
                 return {key: (product,)}
-    found: dict[str, list[str]] = {}
+    labels: dict[str, list[str]] = {}
     if _SLICE.search(product.upper()) is None:
         for gpu in _variants(product.upper()):
             for key, known in _overridden(gpu, rows).labels.items():
-                found[key] = [*found.get(key, ()), *(value for value in known if value not in found.get(key, ()))]
-    return {key: tuple(known) for key, known in found.items()} or {NVIDIA_LABEL: (product,)}
+                labels[key] = [*labels.get(key, ()), *(value for value in known if value not in labels.get(key, ()))]
+    return {key: tuple(known) for key, known in labels.items()} or {NVIDIA_LABEL: (product,)}
 
 
 def _all(rows: Rows) -> Iterator[GpuModel]:

@@ -126,11 +126,11 @@ class GpuKind:
 
 def gpu_kinds(nodes: Iterable[Node], resource: str, settings: Settings) -> tuple[GpuKind, ...]:
     """Return the kinds of nodes that have the resource, the weakest first."""
-    found: dict[GpuKind, list[str]] = {}
+    names: dict[GpuKind, list[str]] = {}
     for node in nodes:
         if (kind := _kind(node, resource, settings)) is not None:
-            found.setdefault(kind, []).append(node.name)
-    kinds = [GpuKind(k.device, k.count, k.shares, k.how, k.speed, k.link, tuple(sorted(n))) for k, n in found.items()]
+            names.setdefault(kind, []).append(node.name)
+    kinds = [GpuKind(k.device, k.count, k.shares, k.how, k.speed, k.link, tuple(sorted(n))) for k, n in names.items()]
     return tuple(sorted(kinds, key=lambda kind: (kind.device.bf16, kind.device.memory_bytes, kind.speed, kind.words)))
 
 
@@ -165,9 +165,9 @@ def _product(node: Node, settings: Settings) -> tuple[str | None, GpuModel | Non
     """Return the product, its table entry and its source: the first label with a value in a table, else the label of
     GPU feature discovery or AMD's labeller, whose values are the product's own name.
     """
-    own = (label.key for row in settings.hardware for label in row.labels)
+    keys = (label.key for row in settings.hardware for label in row.labels)
     named: tuple[str, str] | None = None
-    for key in dict.fromkeys((*settings.nodes.product_labels, *own)):
+    for key in dict.fromkeys((*settings.nodes.product_labels, *keys)):
         value = node.labels.get(key)
         if value is None:
             continue
@@ -288,11 +288,11 @@ def _in_term(node: Node, term: Mapping[str, JsonValue]) -> bool:
         return False
     expressions = [(row, node.labels) for row in _rows(term.get("matchExpressions"))]
     expressions += [(row, {"metadata.name": node.name}) for row in _rows(term.get("matchFields"))]
-    return all(_holds(each, labels) for each, labels in expressions)
+    return all(_holds(expression, labels) for expression, labels in expressions)
 
 
 def _rows(value: JsonValue) -> Iterator[Mapping[str, JsonValue]]:
-    yield from (_object(each) for each in value) if isinstance(value, list) else ()
+    yield from (_object(item) for item in value) if isinstance(value, list) else ()
 
 
 def _holds(expression: Mapping[str, JsonValue], labels: Mapping[str, str]) -> bool:

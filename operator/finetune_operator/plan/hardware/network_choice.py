@@ -50,43 +50,45 @@ def choose_network(draft: Draft) -> Draft:
 
 
 def _automatic(draft: Draft) -> Draft:
-    found = draft.nodes_network
-    if found is None:
+    network = draft.nodes_network
+    if network is None:
         return _over_tcp(draft).assuming(
             "network: the nodes' devices are not known, so pods request none and NCCL uses TCP; resources.network rdma "
             "or efa requests them"
         )
-    everywhere = next((device for device in found.devices if device.nodes == found.nodes), None)
+    everywhere = next((device for device in network.devices if device.nodes == network.nodes), None)
     if everywhere is not None:
-        return _with_devices(draft, found, everywhere, _all_have_it(found.nodes))
-    if found.devices:
-        some = found.devices[0]
+        return _with_devices(draft, network, everywhere, _all_have_it(network.nodes))
+    if network.devices:
+        some = network.devices[0]
         return _over_tcp(draft).because(
-            f"network tcp: only {some.nodes} of {found.nodes} nodes that fit the job have {some.resource}; "
+            f"network tcp: only {some.nodes} of {network.nodes} nodes that fit the job have {some.resource}; "
             f"resources.network {_transport(draft, some)} has pods wait for these"
         )
     return _over_tcp(draft).because(
-        f"network tcp: nodes that fit the job advertise no RDMA or EFA devices{_gap(found)}"
+        f"network tcp: nodes that fit the job advertise no RDMA or EFA devices{_gap(network)}"
     )
 
 
 def _as_asked(draft: Draft, asked: DeviceTransport) -> Draft:
-    found = draft.nodes_network
-    if found is None:
+    network = draft.nodes_network
+    if network is None:
         return _unknown(draft, asked)
-    matching = [device for device in found.devices if _transport(draft, device) == asked]
+    matching = [device for device in network.devices if _transport(draft, device) == asked]
     if matching:
         chosen = max(matching, key=lambda device: device.nodes)
         some = (
-            "" if chosen.nodes == found.nodes else f"; {chosen.nodes} of {found.nodes} nodes that fit the job have it"
+            ""
+            if chosen.nodes == network.nodes
+            else f"; {chosen.nodes} of {network.nodes} nodes that fit the job have it"
         )
-        return _with_devices(draft, found, chosen, f"as asked{some}")
-    others = sorted({_transport(draft, device) for device in found.devices})
+        return _with_devices(draft, network, chosen, f"as asked{some}")
+    others = sorted({_transport(draft, device) for device in network.devices})
     instead = " or ".join([*others, "auto"])
     return draft.refusing(
         ("resources", "network"),
         asked,
-        f"nodes that fit the job advertise no {NAMES[asked]} devices{_gap(found) if asked == 'efa' else ''}",
+        f"nodes that fit the job advertise no {NAMES[asked]} devices{_gap(network) if asked == 'efa' else ''}",
         f"set it to {instead}, install the device plugin, or add its resource to network.devices of the settings",
         "NotSupported",
     )
@@ -107,11 +109,11 @@ def _unknown(draft: Draft, asked: DeviceTransport) -> Draft:
     )
 
 
-def _with_devices(draft: Draft, found: NodesNetwork, device: NodeDevice, why: str) -> Draft:
+def _with_devices(draft: Draft, network: NodesNetwork, device: NodeDevice, why: str) -> Draft:
     kind = device_kind(device.resource, draft.settings)
     assert kind is not None, "only network devices are among the nodes' facts"
-    requests = kind.requested(device.count, draft.gpus_per_node, found.node_gpus)
-    return _requesting(draft, device.resource, kind, requests, found.huge_page_bytes).because(
+    requests = kind.requested(device.count, draft.gpus_per_node, network.node_gpus)
+    return _requesting(draft, device.resource, kind, requests, network.huge_page_bytes).because(
         f"network {kind.transport}: pods request {requests} {device.resource}: {why}"
     )
 
@@ -158,9 +160,9 @@ def _all_have_it(nodes: int) -> str:
     return "the node that fits the job has it" if nodes == 1 else f"all {nodes} nodes that fit the job have it"
 
 
-def _gap(found: NodesNetwork) -> str:
+def _gap(network: NodesNetwork) -> str:
     """Return the remark on instance types with EFA whose device plugin is missing."""
-    if not found.without_plugin:
+    if not network.without_plugin:
         return ""
-    first = found.without_plugin[0]
+    first = network.without_plugin[0]
     return f"; a {first} has {EFA_INTERFACES[first]} EFA interfaces, which the EFA device plugin advertises"

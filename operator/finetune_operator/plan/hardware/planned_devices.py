@@ -90,8 +90,8 @@ def _undecided(draft: Draft, begun: Draft, train: Callable[[Draft], Draft]) -> t
         "memory": {"memory_bytes": MOST_GPU_MEMORY},
         "speed": {"product": _OF_KNOWN_SPEED},
     }
-    found = [choice for choice, facts in others.items() if _differs(draft, begun, train, facts)]
-    return (*found, "precision") if draft.training.precision == "auto" else tuple(found)
+    undecided = [choice for choice, facts in others.items() if _differs(draft, begun, train, facts)]
+    return (*undecided, "precision") if draft.training.precision == "auto" else tuple(undecided)
 
 
 def _differs(draft: Draft, begun: Draft, train: Callable[[Draft], Draft], facts: dict[str, object]) -> bool:

@@ -64,10 +64,10 @@ def choose_inference(draft: Draft) -> Draft:
         )
     devices = several if spread is None else spread
     if devices > 1 and (spread is not None or not known):
-        each = human_bytes(inference_need(draft, devices).least)
+        per_gpu = human_bytes(inference_need(draft, devices).least)
         draft = draft.with_inference(devices=devices).because(
             f"the model of an evaluation or prediction is on {devices} GPUs: on one it takes {human_bytes(need.least)} "
-            f"of {human_bytes(need.there)}, on {devices} at most {each} of each"
+            f"of {human_bytes(need.there)}, on {devices} at most {per_gpu} of each"
         )
     if spread is not None or not known or Stage.EVALUATE not in draft.stages or draft.spec.evaluation is not None:
         return draft

@@ -134,12 +134,12 @@ def choose_processes(draft: Draft) -> Draft:
         draft = _processes_on_cores(draft)
     if groups == 1:
         return draft
-    each = _bytes_of_process(draft)
-    there = min(groups, max(1, draft.hardware.memory_bytes // each))
+    size = _bytes_of_process(draft)
+    there = min(groups, max(1, draft.hardware.memory_bytes // size))
     if there < groups:
         draft = draft.because(
             f"the host memory holds {there} inference process{'es' * (there > 1)} of a pod, not {groups}: each takes "
-            f"up to {human_bytes(each)} of {human_bytes(draft.hardware.memory_bytes)} while it loads its model"
+            f"up to {human_bytes(size)} of {human_bytes(draft.hardware.memory_bytes)} while it loads its model"
         )
     if Stage.EVALUATE in draft.stages:
         count = _enough_processes(there, _seconds_to_evaluate(draft))
@@ -171,15 +171,15 @@ def _processes_on_cores(draft: Draft) -> Draft:
     wanted = cores // CORES_OF_PROCESS
     if wanted < 2 or (seconds is not None and seconds < PROCESS_SECONDS):
         return draft
-    each = _bytes_of_process(draft)
-    held = min(wanted, draft.hardware.memory_bytes // each)
+    size = _bytes_of_process(draft)
+    held = min(wanted, draft.hardware.memory_bytes // size)
     if held < 2:
         return draft
     # With memory for 3 on 16 cores, 2 processes with 8 threads use all of them.
     count = max(range(2, held + 1), key=lambda several: (cores // several * several, several))
     why = f"one for each {CORES_OF_PROCESS} of {cores} cores"
     if count < wanted:
-        why = f"and not {wanted}: each takes up to {human_bytes(each)} of {human_bytes(draft.hardware.memory_bytes)}"
+        why = f"and not {wanted}: each takes up to {human_bytes(size)} of {human_bytes(draft.hardware.memory_bytes)}"
     return draft.with_inference(predict_processes=count).because(
         f"prediction by {count} processes that share the rows (spec.predict.optimization is auto), {why}"
     )
@@ -196,8 +196,8 @@ def _processes_here(draft: Draft, asked: int, groups: int) -> Draft:
     """
     on_cpu = draft.inference_device == "cpu"
     places = draft.hardware.cpu_cores if on_cpu else groups
-    each = _bytes_of_process(draft)
-    held = draft.hardware.memory_bytes // each
+    size = _bytes_of_process(draft)
+    held = draft.hardware.memory_bytes // size
     count = max(1, min(asked, places, held))
     if count == asked:
         why = f"as asked: they share the rows{' and the cores' * on_cpu}"
@@ -208,7 +208,7 @@ def _processes_here(draft: Draft, asked: int, groups: int) -> Draft:
         why = f"and not {asked}: one for each {kind}"
     else:
         memory = human_bytes(draft.hardware.memory_bytes)
-        why = f"and not {asked}: each takes up to {human_bytes(each)} of {memory} of memory while it loads its model"
+        why = f"and not {asked}: each takes up to {human_bytes(size)} of {memory} of memory while it loads its model"
     return draft.with_inference(predict_processes=count).because(
         f"prediction by {count} process{'es' * (count > 1)} on this machine, {why}"
     )
@@ -226,8 +226,8 @@ def _enough_processes(there: int, seconds: float | None) -> int:
 
 
 def _processes_reason(what: str, draft: Draft, there: int, count: int, tensor: int) -> str:
-    each = f"process{'es' * (count > 1)}" if tensor == 1 else f"group{'s' * (count > 1)} of {tensor} processes"
-    text, kind = f"{what} by {count} {each}", _gpus_of_process(draft)
+    processes = f"process{'es' * (count > 1)}" if tensor == 1 else f"group{'s' * (count > 1)} of {tensor} processes"
+    text, kind = f"{what} by {count} {processes}", _gpus_of_process(draft)
     if count == there < pod_devices(draft) // draft.inference.devices:
         return f"{text}, as many as the host memory holds: they share the rows"
     if count == there:
@@ -252,17 +252,17 @@ def _automatic_workers(draft: Draft) -> tuple[int, str]:
     devices = draft.inference.devices
     there = nodes * max(1, gpus // devices)
     kind = _gpus_of_process(draft) if gpus else "node"
-    found = [(there, f"one for each {kind} that spec.resources asks for")]
+    limits = [(there, f"one for each {kind} that spec.resources asks for")]
     most = draft.settings.allow.max_workers
     if most is not None:
-        found.append((most, "the operator's settings allow no more (allow.maxWorkers)"))
+        limits.append((most, "the operator's settings allow no more (allow.maxWorkers)"))
     seconds = _seconds_to_predict(draft)
     if seconds is not None:
         enough = max(1, math.ceil(seconds / WORKER_SECONDS))
         takes = "less than a second" if seconds < 1 else f"about {human_seconds(seconds)}"
         least = human_seconds(WORKER_SECONDS)
-        found.append((enough, f"all rows take one pod {takes}, and another one pays from {least} of work"))
-    return min(found, key=lambda one: one[0])
+        limits.append((enough, f"all rows take one pod {takes}, and another one pays from {least} of work"))
+    return min(limits, key=lambda one: one[0])
 
 
 def _seconds_to_predict(draft: Draft) -> float | None:

@@ -92,11 +92,11 @@ def check_vllm_memory(draft: Draft) -> Draft:
     if memory.tokens >= memory.needed_tokens:
         return draft
     held = memory.weights + memory.adapters + OTHER_BYTES
-    each = " of each GPU" if servers.vllm.gpus > 1 else ""
+    unit = " of each GPU" if servers.vllm.gpus > 1 else ""
     return draft.refusing(
         ("endpoint",),
         None,
-        f"does not fit: a vLLM server takes {human_bytes(held)} of {human_bytes(memory.there)}{each}, beside "
+        f"does not fit: a vLLM server takes {human_bytes(held)} of {human_bytes(memory.there)}{unit}, beside "
         f"{human_bytes(memory.needed_tokens * memory.token_bytes)} for one row of {memory.needed_tokens:,} tokens",
         "increase spec.resources.gpusPerNode, or use larger GPUs",
         "NotSupported",
@@ -141,9 +141,9 @@ def _room(draft: Draft, endpoint: EndpointSpec, gpus: int) -> str:
     if not _is_known(draft):
         return "all of spec.resources.gpusPerNode, as the model is not known; vLLM ends if it does not fit them"
     memory = _memory(draft, endpoint, gpus)
-    each = " of each" if gpus > 1 else ""
+    unit = " of each" if gpus > 1 else ""
     return (
-        f"the weights take {human_bytes(memory.weights)} of {human_bytes(memory.there)}{each}, which leaves keys and "
+        f"the weights take {human_bytes(memory.weights)} of {human_bytes(memory.there)}{unit}, which leaves keys and "
         f"values of about {max(0, memory.tokens):,} tokens; vLLM measures the exact number"
     )
 
@@ -172,8 +172,8 @@ def _gpus(draft: Draft, endpoint: EndpointSpec) -> int:
         if heads % count == 0 and (pairs % count == 0 or count % pairs == 0)
     ]
     rows = CONCURRENT_ROWS
-    found = ((count, _memory(draft, endpoint, count)) for count in counts)
-    return next((count for count, memory in found if memory.tokens >= rows * memory.needed_tokens), counts[-1])
+    memories = ((count, _memory(draft, endpoint, count)) for count in counts)
+    return next((count for count, memory in memories if memory.tokens >= rows * memory.needed_tokens), counts[-1])
 
 
 def _rank(endpoint: EndpointSpec) -> int | None:

@@ -52,11 +52,11 @@ def _kept_bytes_per_token(work: Workload) -> tuple[int, str]:
         case "full":
             return model.hidden_size * wide // norm_slices(work), "layer inputs"
         case "selective":
-            outputs = sum(each.outputs for each in model.linear_layers.values()) // model.layers
+            outputs = sum(linear.outputs for linear in model.linear_layers.values()) // model.layers
             outputs = outputs or 5 * model.hidden_size + model.intermediate_size
             if work.adapter is not None:
                 adapted = adapted_layers(model, work.adapter).values()
-                outputs += sum(each.outputs for each in adapted) // model.layers + len(adapted) * work.adapter.rank
+                outputs += sum(linear.outputs for linear in adapted) // model.layers + len(adapted) * work.adapter.rank
             fused = 0 if unfused_scores(work) else model.hidden_size
             kept = model.hidden_size * wide // norm_slices(work) + (outputs + fused) * width
             return kept, f"{kept:,} of inputs and products"
@@ -91,11 +91,11 @@ def activation_term(work: Workload, moment: Moment) -> tuple[MemoryTerm, int]:
     if moment == "ends":
         total, logits = layers * kept * kept_at_once, 0
     passed = "" if pipeline is None else f", {kept_at_once:.3g} micro-batches at once"
-    each = f" x {work.sequences} sequences" if work.sequences > 1 else ""
+    sequences = f" x {work.sequences} sequences" if work.sequences > 1 else ""
     part = "" if length == work.length else f" of {work.length}"
     if model.model_type not in COUNTED_FAMILIES:
         words += ", layers as traced" if has_traced_block(model) else ", layers as those of BERT"
-    words = f"{work.micro_batch} rows{each} x {length}{part} tokens x ({words} + ends {ends:,}){passed}"
+    words = f"{work.micro_batch} rows{sequences} x {length}{part} tokens x ({words} + ends {ends:,}){passed}"
     if logits:
         words += f" + {judged:,} x {vocabulary:,} logits x {_logit_bytes(work, moment)}"
     return MemoryTerm(name="activations", bytes=int(tokens * total) + logits, formula=words), int(tokens * offloaded)

@@ -34,7 +34,7 @@ def adapted_layers(model: ModelFacts, adapter: Adapter) -> Mapping[str, LinearWi
     wanted = adapter.target_modules
     if wanted is None:
         return model.linear_layers
-    named = {n: each for n, each in model.linear_layers.items() if any(_matches(target, n) for target in wanted)}
+    named = {n: layer for n, layer in model.linear_layers.items() if any(_matches(target, n) for target in wanted)}
     return named or model.linear_layers
 
 
@@ -100,7 +100,7 @@ def narrow_weights(model: ModelFacts, adapter: Adapter | None, head: int) -> int
     if adapter.method == "qlora":
         return head
     beside = adapted_layers(model, adapter) if adapter.method == "dora" else {}
-    return head + sum(each.weights for name, each in model.linear_layers.items() if name not in beside)
+    return head + sum(layer.weights for name, layer in model.linear_layers.items() if name not in beside)
 
 
 def largest_linear(model: ModelFacts) -> int:

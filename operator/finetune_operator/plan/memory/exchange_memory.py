@@ -55,8 +55,8 @@ def rounding_memory(work: Workload) -> MemoryTerm | None:
     if work.rounded:
         layer //= work.shards  # each process rounds its shard before it is gathered
     # `inputs` and `outputs` are sums over the n layers of a name: n i o / n o = i.
-    counted = [each for each in model.linear_layers.values() if each.weights]
-    sides = [each.weights // side for each in counted for side in (each.inputs, each.outputs)]
+    counted = [linear for linear in model.linear_layers.values() if linear.weights]
+    sides = [linear.weights // side for linear in counted for side in (linear.inputs, linear.outputs)]
     tokens = work.micro_batch * work.sequences * work.length
     # Tensor ranks gather the hidden states, and have their part of what lies between two split layers.
     wide = max(sides, default=model.intermediate_size) // tensor
@@ -154,10 +154,10 @@ def whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
         )
     sized = _fsdp_gradients(work, moment, chunked) if work.strategy.name == "fsdp" else None
     if work.strategy.name != "fsdp":
-        each = (4 if chunked else width + 4) if work.autocast else (3 * width if chunked else width)
+        element_bytes = (4 if chunked else width + 4) if work.autocast else (3 * width if chunked else width)
         match moment:
             case "head":
-                sized = each * work.head, f"{each} x {work.head:,} of the head"
+                sized = element_bytes * work.head, f"{element_bytes} x {work.head:,} of the head"
             case "layers" if model.idle_parameters and work.deepspeed and work.strategy.zero_stage in (0, 1, 2):
                 sized = width * model.block_parameters, f"{width} x {model.block_parameters:,} of a block"
             case "layers" if model.idle_parameters and work.autocast and work.accumulates:
@@ -165,8 +165,8 @@ def whole_gradients(work: Workload, moment: Moment) -> MemoryTerm | None:
                 sized = 4 * experts, f"4 x {experts:,} of a block's experts"
             case "ends" if work.accumulates:
                 # Tied embeddings have the head's gradient, their own, and the sum of both.
-                each = work.weight_bytes * (3 if model.tied_embeddings and work.head and work.autocast else 1)
-                sized = each * embeddings, f"{each} x {embeddings:,} of the embeddings"
+                element_bytes = work.weight_bytes * (3 if model.tied_embeddings and work.head and work.autocast else 1)
+                sized = element_bytes * embeddings, f"{element_bytes} x {embeddings:,} of the embeddings"
     if sized is None or not sized[0]:
         return None
     return MemoryTerm(name="whole gradients", bytes=sized[0], formula=sized[1])
@@ -177,8 +177,8 @@ def _fsdp_gradients(work: Workload, moment: Moment, chunked: bool) -> tuple[int,
     model, width, tensor = work.model, work.compute_bytes, work.strategy.tensor
     match moment:
         case "head":
-            each = 3 * width if chunked else width
-            return each * work.head, f"{each} x {work.head:,} of the head"
+            element_bytes = 3 * width if chunked else width
+            return element_bytes * work.head, f"{element_bytes} x {work.head:,} of the head"
         case "layers":
             block = model.block_parameters // tensor
             if gathers_ends_apart(work):

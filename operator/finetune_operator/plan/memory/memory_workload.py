@@ -312,8 +312,8 @@ def _score_bytes_per_token(work: Workload) -> float:
     shape, length = shape_of(work), work.length
     if shape.gpu_score_bytes is not None and work.world.device == "cuda":
         # Autocast computes the softmax in fp32; 16-bit weights leave it in 16 bits.
-        each = shape.gpu_score_bytes - (0 if work.autocast or work.compute_bytes == 4 else 2)
-        return length * each + RELATIVE_POSITIONS * shape.gpu_relative_bytes
+        score_bytes = shape.gpu_score_bytes - (0 if work.autocast or work.compute_bytes == 4 else 2)
+        return length * score_bytes + RELATIVE_POSITIONS * shape.gpu_relative_bytes
     score_width = 4 if work.world.device == "cpu" else work.compute_bytes
     scores = unfused_scores(work)
     if shape.fused_attention and not work.model.fused_attention:

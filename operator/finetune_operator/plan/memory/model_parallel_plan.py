@@ -68,12 +68,12 @@ def layers_of_a_process(
     if pipeline is None:
         return model.layers
     others, block = pipeline.stages - 1, max(1, model.block_parameters)
-    each = range(-(-model.layers // pipeline.stages), max(2, model.layers))
+    counts = range(-(-model.layers // pipeline.stages), max(2, model.layers))
 
     def last(count: int) -> int:
         return max(1, model.layers - others * count)
 
-    count = min(each, key=lambda count: (max(count * block, last(count) * block + head), count))
+    count = min(counts, key=lambda count: (max(count * block, last(count) * block + head), count))
     match end:
         case "last":
             return (pipeline.stages_per_process - 1) * count + last(count)
@@ -111,7 +111,7 @@ def weights_of_a_process(model: ModelFacts, strategy: Strategy, layers: int, hel
         block = [model.hidden_size**2] * 4 + [wide] * 2
     if experts := model.block_parameters - sum(block) if model.idle_parameters else 0:
         block += [2 * experts // 3, experts // 3]  # gate and up are one weight, down is another
-    weights = [each // strategy.tensor for each in block] * layers
+    weights = [elements // strategy.tensor for elements in block] * layers
     vocabulary = model.vocabulary_size * model.hidden_size // strategy.tensor
     rest = max(0, held - sum(weights))
     whole, left = divmod(rest, vocabulary)

@@ -90,19 +90,19 @@ def _moments(work: Workload, states: ModelStates) -> Iterator[tuple[MemoryTerm, 
     if work.strategy.name == "fsdp" and work.adapter is None and work.layers > 1:
         moments = (*moments, "reduction")
     for moment in moments:
-        found = [
+        terms = [
             MemoryTerm(name="parameters", bytes=states.parameters, formula=states.parameters_formula),
             kept_gradients(work, states, moment),
             MemoryTerm(name="optimizer state", bytes=states.optimizer, formula=states.optimizer_formula),
         ]
         if work.world.device == "cpu" and states.offloaded:
             words = "in the memory it would have lain in anyway, as the device is the host"
-            found.append(MemoryTerm(name="offloaded state", bytes=states.offloaded, formula=words))
+            terms.append(MemoryTerm(name="offloaded state", bytes=states.offloaded, formula=words))
         if moment == "load":
-            found = [found[0], *converted_weights(work)]
+            terms = [terms[0], *converted_weights(work)]
         passing = moment not in ("load", "ends", "step")
         if passing or (moment == "ends" and micro_batches_at_once(work, moment)):
-            found.append(activation_term(work, moment)[0])
+            terms.append(activation_term(work, moment)[0])
         extras = (
             autocast_copies(work, moment),
             dequantized_layer(work) if moment in BACKWARD else None,
@@ -113,7 +113,7 @@ def _moments(work: Workload, states: ModelStates) -> Iterator[tuple[MemoryTerm, 
             secondary_weights(work),
             communication_buffers(work) if moment != "load" else None,
         )
-        yield (*found, *(term for term in extras if term is not None))
+        yield (*terms, *(term for term in extras if term is not None))
 
 
 def _fullest(work: Workload, states: ModelStates) -> list[MemoryTerm]:
@@ -124,7 +124,7 @@ def _fullest(work: Workload, states: ModelStates) -> list[MemoryTerm]:
     if work.world.device == "cuda":
         return list(max(moments, key=lambda terms: sum(term.bytes for term in terms)))
     most: dict[str, MemoryTerm] = {}
-    for term in (each for terms in moments for each in terms):
+    for term in (term for terms in moments for term in terms):
         if term.name not in most or term.bytes > most[term.name].bytes:
             most[term.name] = term
     return list(most.values())
@@ -145,7 +145,7 @@ def estimate(work: Workload, capacity_bytes: int) -> MemoryEstimate:
     if on_cpu:
         share, subject, words = (
             CPU_ALLOCATOR_SHARE,
-            [each for each in terms if each.name == "activations"],
+            [term for term in terms if term.name == "activations"],
             "activations",
         )
     else:

@@ -86,8 +86,8 @@ def _widths(layers: int, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Lin
 
 def _encoder_linears(h: int, f: int, attention: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Return the shapes of linear layers in a block of BERT and its kin."""
-    own = {f"attention.self.{name}": (h, h) for name in attention}
-    return {**own, "attention.output.dense": (h, h), "intermediate.dense": (h, f), "output.dense": (f, h)}
+    projections = {f"attention.self.{name}": (h, h) for name in attention}
+    return {**projections, "attention.output.dense": (h, h), "intermediate.dense": (h, f), "output.dense": (f, h)}
 
 
 def _linear(inputs: int, outputs: int, bias: bool = True) -> int:
@@ -323,10 +323,10 @@ def _mixture(config: _Config, h: int, f: int) -> _Mixture | None:
         return None
     if config.values.get("mlp_only_layers") or config.number("decoder_sparse_step", default=1) != 1:
         raise UnknownArchitectureError("a mixture of experts with other blocks between has no formula")
-    experts, chosen = config.number("num_local_experts", "num_experts"), config.number("num_experts_per_tok")
+    experts, passed = config.number("num_local_experts", "num_experts"), config.number("num_experts_per_tok")
     width = config.number("moe_intermediate_size", default=f)
     expert = 3 * h * width
-    return _Mixture(experts * (expert + h), (experts - chosen) * expert, chosen * width, experts)
+    return _Mixture(experts * (expert + h), (experts - passed) * expert, passed * width, experts)
 
 
 def _t5(config: _Config, task: Task, labels: int) -> _Counts:

@@ -75,7 +75,7 @@ def _size_in_name(words: Sequence[str]) -> int | None:
 def _published_of(parameters: int) -> Config | None:
     """Return the config of the published Llama that is closest to that size; None if none is near it."""
     sizes = {name: model_facts(known_config(name), "text-generation").parameters for name in _LLAMAS}
-    name = min(sizes, key=lambda each: abs(sizes[each] - parameters))
+    name = min(sizes, key=lambda llama: abs(sizes[llama] - parameters))
     return known_config(name) if abs(sizes[name] / parameters - 1) <= NEAR_SIZE else None
 
 

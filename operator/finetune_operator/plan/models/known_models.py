@@ -28,8 +28,8 @@ _FORMER = re.compile(r"^meta-(?=llama)")
 @cache
 def _table() -> Mapping[str, tuple[bool, Config]]:
     """Return name -> whether it has variants, and its config."""
-    found = map(json.loads, text("models.jsonl").splitlines())
-    return {row["name"]: (row["variants"], row["config"]) for row in found}
+    rows = map(json.loads, text("models.jsonl").splitlines())
+    return {row["name"]: (row["variants"], row["config"]) for row in rows}
 
 
 def known_names() -> tuple[str, ...]:

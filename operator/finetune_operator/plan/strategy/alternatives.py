@@ -55,13 +55,13 @@ def _order(row: Alternative) -> tuple[bool, bool, float, int]:
 
 
 def _rows(draft: Draft) -> Iterator[Alternative]:
-    chosen, micro = decided(draft.strategy), decided(draft.batch).micro_batch_size
+    strategy, micro = decided(draft.strategy), decided(draft.batch).micro_batch_size
     least = estimate_training(choose_compilation(draft)).seconds
-    for each in open_drafts(draft):
-        for rung in rungs(each, each.spec.parallelism):
-            same = rung.label == chosen.label
-            fit = fit_at(each, rung, micro) if same else _best(each, rung)
-            yield _row(each, fit, same, least)
+    for open_draft in open_drafts(draft):
+        for rung in rungs(open_draft, open_draft.spec.parallelism):
+            same = rung.label == strategy.label
+            fit = fit_at(open_draft, rung, micro) if same else _best(open_draft, rung)
+            yield _row(open_draft, fit, same, least)
 
 
 def _best(draft: Draft, rung: Strategy) -> Fit:

@@ -113,25 +113,25 @@ class _Memory:
         return self._known[rung, micro]
 
 
-def quickest(found: Iterable[Candidate], margin: float) -> tuple[Draft, Fit] | None:
+def quickest(forms: Iterable[Candidate], margin: float) -> tuple[Draft, Fit] | None:
     """Return the simplest candidate that fits and takes at most `SIMPLER_MARGIN` longer than the quickest that fits."""
     memory, least = _Memory(margin), math.inf
     near: list[tuple[float, Candidate, Fit]] = []
-    for each in sorted(found, key=lambda each: (each.seconds, each.effort)):
-        if each.seconds > least * (1 + SIMPLER_MARGIN):
+    for candidate in sorted(forms, key=lambda candidate: (candidate.seconds, candidate.effort)):
+        if candidate.seconds > least * (1 + SIMPLER_MARGIN):
             break
-        if (fit := memory.fit(each)) is None:
+        if (fit := memory.fit(candidate)) is None:
             continue
         # A node without room for a copy waits for each checkpoint.
-        waits = each.beside and not saves_beside(each.draft, fit.strategy, fit.memory.host_bytes)
-        seconds = decided(seconds_of_form(each.draft, fit)) if waits else each.seconds
+        waits = candidate.beside and not saves_beside(candidate.draft, fit.strategy, fit.memory.host_bytes)
+        seconds = decided(seconds_of_form(candidate.draft, fit)) if waits else candidate.seconds
         least = min(least, seconds)
-        near.append((seconds, each, fit))
-    simple = [(each, fit) for seconds, each, fit in near if seconds <= least * (1 + SIMPLER_MARGIN)]
+        near.append((seconds, candidate, fit))
+    simple = [(candidate, fit) for seconds, candidate, fit in near if seconds <= least * (1 + SIMPLER_MARGIN)]
     if not simple:
         return None
-    each, fit = min(simple, key=lambda pair: pair[0].effort)
-    return each.draft, fit
+    candidate, fit = min(simple, key=lambda pair: pair[0].effort)
+    return candidate.draft, fit
 
 
 def choose_fit(draft: Draft, asked: ParallelismSpec, micros: tuple[int, ...]) -> Fit | None:
@@ -140,9 +140,9 @@ def choose_fit(draft: Draft, asked: ParallelismSpec, micros: tuple[int, ...]) ->
     """
     if machine_of(draft) is None:
         return _first_fit(draft, asked, micros)
-    found = tuple(candidates(draft, asked, micros))
-    chosen = quickest(found, draft.settings.planning.memory_margin) or quickest(found, 0.0)
-    return None if chosen is None else chosen[1]
+    forms = tuple(candidates(draft, asked, micros))
+    best = quickest(forms, draft.settings.planning.memory_margin) or quickest(forms, 0.0)
+    return None if best is None else best[1]
 
 
 def best_fit(draft: Draft) -> tuple[Draft, Fit] | None:
@@ -151,13 +151,13 @@ def best_fit(draft: Draft) -> tuple[Draft, Fit] | None:
     """
     if machine_of(draft) is None:
         return _first_of_all(draft)
-    found = tuple(form for open_draft in open_drafts(draft) for form in all_forms(open_draft))
+    forms = tuple(form for open_draft in open_drafts(draft) for form in all_forms(open_draft))
     if draft.adaptation.micro_batch_limit is not None:
         # What ran out of memory is the form that is best without the limit; it goes on with fewer rows at once.
         free = best_fit(draft.with_inputs(adaptation=replace(draft.adaptation, micro_batch_limit=None)))
         label = None if free is None else free[1].strategy.label
-        found = tuple(each for each in found if each.strategy.label == label) or found
-    return quickest(found, draft.settings.planning.memory_margin) or quickest(found, 0.0)
+        forms = tuple(form for form in forms if form.strategy.label == label) or forms
+    return quickest(forms, draft.settings.planning.memory_margin) or quickest(forms, 0.0)
 
 
 def is_quicker(draft: Draft, other: Draft) -> bool:
@@ -166,10 +166,10 @@ def is_quicker(draft: Draft, other: Draft) -> bool:
     """
     if machine_of(draft) is None or machine_of(other) is None:
         return False
-    found, against = best_fit(draft), best_fit(other)
-    if found is None or against is None:
+    best, against = best_fit(draft), best_fit(other)
+    if best is None or against is None:
         return False
-    seconds, least = (decided(seconds_of_form(*each)) for each in (found, against))
+    seconds, least = (decided(seconds_of_form(*form)) for form in (best, against))
     return seconds * (1 + SIMPLER_MARGIN) < least
 
 
@@ -183,8 +183,8 @@ def open_drafts(draft: Draft) -> Iterator[Draft]:
     yield draft
     asked = draft.spec.parallelism
     if requested_strategy(asked) is None and asked.replica_ranks == 1:
-        others = (*spreads(draft), *(each for group in slices(draft) for each in group))
-        yield from (each for each in others if not each.problems)
+        others = (*spreads(draft), *(sliced for group in slices(draft) for sliced in group))
+        yield from (other for other in others if not other.problems)
 
 
 # ------------------------------------------------------------------------------------------------- without known times
@@ -196,9 +196,9 @@ def _first_fit(draft: Draft, asked: ParallelismSpec, micros: tuple[int, ...]) ->
     """
     for rung in rungs(draft, asked):
         for micro in less_padded(draft, rung, micros):
-            found = fit_at(draft, rung, micro)
-            if fits(draft, found.memory):
-                return found
+            fit = fit_at(draft, rung, micro)
+            if fits(draft, fit.memory):
+                return fit
     return None
 
 
@@ -207,9 +207,9 @@ def _first_of_all(draft: Draft) -> tuple[Draft, Fit] | None:
     and pipeline parallelism, then of slices.
     """
     asked = draft.spec.parallelism
-    found = choose_fit(draft, asked, micro_batches(draft))
-    if found is not None:
-        return draft, found
+    fit = choose_fit(draft, asked, micro_batches(draft))
+    if fit is not None:
+        return draft, fit
     if requested_strategy(asked) is not None or asked.replica_ranks > 1:
         return None
     return next(fitting(spreads(draft)), None) or fewest_slices(draft)
@@ -218,25 +218,25 @@ def _first_of_all(draft: Draft) -> tuple[Draft, Fit] | None:
 def fitting(drafts: Iterable[Draft]) -> Iterator[tuple[Draft, Fit]]:
     """Yield the drafts without problems that fit, each with its best form."""
     for draft in drafts:
-        found = None if draft.problems else choose_fit(draft, draft.spec.parallelism, micro_batches(draft))
-        if found is not None:
-            yield draft, found
+        fit = None if draft.problems else choose_fit(draft, draft.spec.parallelism, micro_batches(draft))
+        if fit is not None:
+            yield draft, fit
 
 
 def fewest_slices(draft: Draft) -> tuple[Draft, Fit] | None:
     """Return the best degree of sequence parallelism above the job's own with which a form fits, inside a node if there
     is one: that with the least offload and, if times are known, the quickest.
     """
-    own = draft.spec.parallelism.sequence
+    degree = draft.spec.parallelism.sequence
     for drafts in slices(draft):
-        found = tuple(fitting(each for each in drafts if each.spec.parallelism.sequence > own))
-        if found:
-            return min(found, key=_slowness)
+        forms = tuple(fitting(sliced for sliced in drafts if sliced.spec.parallelism.sequence > degree))
+        if forms:
+            return min(forms, key=_slowness)
     return None
 
 
-def _slowness(chosen: tuple[Draft, Fit]) -> tuple[int, float]:
-    draft, found = chosen
-    strategy = found.strategy
+def _slowness(form: tuple[Draft, Fit]) -> tuple[int, float]:
+    draft, fit = form
+    strategy = fit.strategy
     offloads = (strategy.offload_optimizer, strategy.offload_parameters)
-    return sum(where != "none" for where in offloads), _seconds(draft, strategy, found.micro_batch) or 0.0
+    return sum(where != "none" for where in offloads), _seconds(draft, strategy, fit.micro_batch) or 0.0

@@ -58,7 +58,7 @@ def degrees(nodes: int, processes_per_node: int) -> Iterator[tuple[int, int]]:
     inside = tuple(reversed(divisors(processes_per_node)))
     yield from ((tensor, 1) for tensor in inside[1:])
     cut = [(tensor, stages) for tensor in inside for stages in divisors(nodes * processes_per_node // tensor)[:-1]]
-    yield from sorted(cut, key=lambda each: (each[0] * each[1], each[1]))
+    yield from sorted(cut, key=lambda pair: (pair[0] * pair[1], pair[1]))
 
 
 def spreads(draft: Draft) -> Iterator[Draft]:

@@ -33,8 +33,8 @@ def choose_precision(draft: Draft) -> Draft:
     path = ("training", "precision")
     match asked:
         case "auto":
-            chosen, why = _automatic_precision(draft, device, has_bf16)
-            return _with_tf32(replace(draft, precision=chosen).because(f"precision {chosen}: {why}"))
+            precision, why = _automatic_precision(draft, device, has_bf16)
+            return _with_tf32(replace(draft, precision=precision).because(f"precision {precision}: {why}"))
         case "fp8" if on_gpu and fp8 is False:
             return draft.refusing(
                 path,

@@ -34,45 +34,45 @@ MOST_LABELS = 5
 
 def choose_strategy(draft: Draft) -> Draft:
     """Choose strategy, degrees, checkpointing, offload and micro-batch together, as they share the memory."""
-    chosen = best_fit(draft)
-    if chosen is not None:
-        return _decide(draft, *chosen)
+    best = best_fit(draft)
+    if best is not None:
+        return _decide(draft, *best)
     if not rungs(draft, draft.spec.parallelism):
         return refuse_at_one_row(draft)
     if not _may_fit(draft):
         return refuse_strategy(draft)
-    found = most_frugal(draft)
-    batch = batch_of(draft, found.micro_batch)
-    draft = replace(draft, strategy=found.strategy, batch=batch, memory=found.memory)
+    fit = most_frugal(draft)
+    batch = batch_of(draft, fit.micro_batch)
+    draft = replace(draft, strategy=fit.strategy, batch=batch, memory=fit.memory)
     draft = draft.because(
-        f"strategy {found.strategy.label}, provisionally: the most frugal one; {batch_arithmetic(batch)}"
+        f"strategy {fit.strategy.label}, provisionally: the most frugal one; {batch_arithmetic(batch)}"
     )
     return draft.assuming(
-        f"memory: as assumed here nothing fits ({human_bytes(found.memory.total_bytes)} of "
-        f"{human_bytes(found.memory.capacity_bytes)} with {found.strategy.label}); prepare measures first, and the "
+        f"memory: as assumed here nothing fits ({human_bytes(fit.memory.total_bytes)} of "
+        f"{human_bytes(fit.memory.capacity_bytes)} with {fit.strategy.label}); prepare measures first, and the "
         "job is planned again before the training"
     )
 
 
-def _decide(draft: Draft, changed: Draft, found: Fit) -> Draft:
+def _decide(draft: Draft, changed: Draft, fit: Fit) -> Draft:
     """Return `changed`, the draft with the chosen degrees, with the decision and its reasons."""
-    batch = batch_of(changed, found.micro_batch)
-    sentence = _explain_strategy(draft, changed, found)
-    if found.strategy.sequence > draft.spec.parallelism.sequence:
-        sentence += _explain_exchange(changed, found)
+    batch = batch_of(changed, fit.micro_batch)
+    sentence = _explain_strategy(draft, changed, fit)
+    if fit.strategy.sequence > draft.spec.parallelism.sequence:
+        sentence += _explain_exchange(changed, fit)
     margin = draft.settings.planning.memory_margin
-    if machine_of(draft) is not None and not fits(changed, found.memory, margin):
-        share = found.memory.total_bytes / found.memory.capacity_bytes
+    if machine_of(draft) is not None and not fits(changed, fit.memory, margin):
+        share = fit.memory.total_bytes / fit.memory.capacity_bytes
         sentence += f"; it fills {share:.0%} of the GPU, as nothing fits that leaves {margin:.0%} free"
-    decision = replace(changed, strategy=found.strategy, batch=batch, memory=found.memory).because(sentence)
-    decision = decision.because(explain_batch(decision, batch, _is_most(changed, found)))
-    return explain_pipeline(_explain_extras(decision, found.strategy, changed))
+    decision = replace(changed, strategy=fit.strategy, batch=batch, memory=fit.memory).because(sentence)
+    decision = decision.because(explain_batch(decision, batch, _is_most(changed, fit)))
+    return explain_pipeline(_explain_extras(decision, fit.strategy, changed))
 
 
-def _is_most(draft: Draft, found: Fit) -> bool:
+def _is_most(draft: Draft, fit: Fit) -> bool:
     """Return whether no larger micro-batch of the same form fits."""
-    larger = [size for size in micro_batches(draft) if size > found.micro_batch]
-    return not larger or not fits(draft, fit_at(draft, found.strategy, larger[-1]).memory, free_margin(draft))
+    larger = [size for size in micro_batches(draft) if size > fit.micro_batch]
+    return not larger or not fits(draft, fit_at(draft, fit.strategy, larger[-1]).memory, free_margin(draft))
 
 
 def _may_fit(draft: Draft) -> bool:
@@ -86,17 +86,17 @@ def _may_fit(draft: Draft) -> bool:
     return best_fit(draft.with_basis(lengths=replace(draft.lengths, longest=1, typical=1.0))) is not None
 
 
-def _explain_strategy(draft: Draft, changed: Draft, found: Fit) -> str:
+def _explain_strategy(draft: Draft, changed: Draft, fit: Fit) -> str:
     """Return the reason for the fit; `draft` is the one before its degrees were chosen, `changed` the one after."""
     asked, world = draft.spec.parallelism, decided(draft.world)
-    words = found.strategy.label
-    need = f"{human_bytes(found.memory.total_bytes)} of {human_bytes(found.memory.capacity_bytes)}"
+    words = fit.strategy.label
+    need = f"{human_bytes(fit.memory.total_bytes)} of {human_bytes(fit.memory.capacity_bytes)}"
     if left_out := draft.adaptation.skipped_strategies:
         form = draft.adaptation.checkpoint_form
         kept = "" if form is None else f"; it goes on from the checkpoints of {form}"
         return f"strategy {words}: {ran_out_at_one(left_out)}; one process needs {need}{kept}"
-    if found.strategy.replica_ranks > asked.replica_ranks:
-        return _explain_degrees(draft, changed, found, need)
+    if fit.strategy.replica_ranks > asked.replica_ranks:
+        return _explain_degrees(draft, changed, fit, need)
     if asked.zero_stage != "auto" or asked.strategy not in ("auto", "deepspeed"):
         alone = "; with one process nothing is divided" if world.size == 1 and asked.strategy != "single" else ""
         return f"strategy {words}: as asked; one process needs {need}{alone}"
@@ -104,7 +104,7 @@ def _explain_strategy(draft: Draft, changed: Draft, found: Fit) -> str:
     labels = [rung.label for rung in before]
     skipped = before[: labels.index(words)]
     if machine_of(draft) is not None:
-        return f"strategy {words}: {_quickest_reason(draft, found)} ({need}){_explain_skipped(draft, skipped)}"
+        return f"strategy {words}: {_quickest_reason(draft, fit)} ({need}){_explain_skipped(draft, skipped)}"
     if not skipped:
         kind = "the cheapest one" if requested_strategy(asked) is None else "the lowest stage"
         return f"strategy {words}: {kind} fits; one process needs {need}"
@@ -112,8 +112,8 @@ def _explain_strategy(draft: Draft, changed: Draft, found: Fit) -> str:
     return f"strategy {words}: the first that fits ({need}); {passed} would need more"
 
 
-def _quickest_reason(draft: Draft, found: Fit) -> str:
-    time = decided(step_time(draft, found.strategy, batch_of(draft, found.micro_batch)))
+def _quickest_reason(draft: Draft, fit: Fit) -> str:
+    time = decided(step_time(draft, fit.strategy, batch_of(draft, fit.micro_batch)))
     return (
         f"a step takes {step_duration(time.total)}, and the training with its checkpoints at most {SIMPLER_MARGIN:.0%} "
         "longer than by any other form that fits"
@@ -139,27 +139,27 @@ def _few(labels: Sequence[str]) -> str:
     return ", ".join(labels[:MOST_LABELS]) + more
 
 
-def _explain_degrees(draft: Draft, changed: Draft, found: Fit, need: str) -> str:
+def _explain_degrees(draft: Draft, changed: Draft, fit: Fit, need: str) -> str:
     """Return the reason for degrees that the plan chose."""
-    words, unit, slices = found.strategy.label, memory_unit(draft), f"rows in {found.strategy.sequence} slices"
+    words, unit, slices = fit.strategy.label, memory_unit(draft), f"rows in {fit.strategy.sequence} slices"
     whole = choose_fit(draft, draft.spec.parallelism, micro_batches(draft))
     if whole is not None:
         taken = step_time(draft, whole.strategy, batch_of(draft, whole.micro_batch))
         longer = "" if taken is None else f", which takes {step_duration(taken.total)}"
         return (
-            f"strategy {words}: {_quickest_reason(changed, found)} ({need}); the quickest with whole layers and rows "
+            f"strategy {words}: {_quickest_reason(changed, fit)} ({need}); the quickest with whole layers and rows "
             f"on each {unit} is {whole.strategy.label}{longer}"
         )
     lacking = shortfall_of(draft, most_frugal(draft))
-    if found.strategy.model_ranks > draft.spec.parallelism.model_ranks:
-        which = "the smallest degrees that fit" if machine_of(draft) is None else _quickest_reason(changed, found)
+    if fit.strategy.model_ranks > draft.spec.parallelism.model_ranks:
+        which = "the smallest degrees that fit" if machine_of(draft) is None else _quickest_reason(changed, fit)
         return f"strategy {words}: {which} ({need}); with whole layers on each {unit} nothing does: {lacking}"
     return f"strategy {words}: {slices} fit ({need}); with whole rows on each {unit} nothing does: {lacking}"
 
 
-def _explain_exchange(draft: Draft, found: Fit) -> str:
+def _explain_exchange(draft: Draft, fit: Fit) -> str:
     """Return the reason for the number of slices, and their cost; `draft` has them."""
-    time = step_time(draft, found.strategy, batch_of(draft, found.micro_batch))
+    time = step_time(draft, fit.strategy, batch_of(draft, fit.micro_batch))
     if time is None:
         return (
             "; it is the smallest degree that does with as little in host memory, and how long it takes to exchange "

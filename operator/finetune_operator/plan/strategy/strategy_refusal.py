@@ -146,15 +146,15 @@ def _why_whole(draft: Draft) -> Iterator[str]:
     tried = tuple(spreads(draft))
     divides = draft.spec.task == "text-generation" and draft.spec.parallelism.sequence == 1
     for name, drafts in (
-        ("tensor", [each for each in tried if each.spec.parallelism.pipeline.degree == 1]),
-        ("pipeline", [each for each in tried if each.spec.parallelism.pipeline.degree > 1]),
+        ("tensor", [other for other in tried if other.spec.parallelism.pipeline.degree == 1]),
+        ("pipeline", [other for other in tried if other.spec.parallelism.pipeline.degree > 1]),
         ("sequence", [*chain.from_iterable(slices(draft))] if divides else []),
     ):
-        best = [most_frugal(each) for each in drafts if not each.problems and rungs(each, each.spec.parallelism)]
+        best = [most_frugal(other) for other in drafts if not other.problems and rungs(other, other.spec.parallelism)]
         if best:
             yield shortfall_of(draft, min(best, key=lambda fit: fit.memory.total_bytes))
         elif drafts:
-            whys = dict.fromkeys(why for each in drafts for why in obstacles(each.problems))
+            whys = dict.fromkeys(why for other in drafts for why in obstacles(other.problems))
             yield f"parallelism.{name} is not chosen: {', and '.join(whys)}"
         elif tried and name == "tensor":
             yield f"parallelism.{name} is not chosen: layers are split inside of a node, which has one process"
@@ -185,33 +185,33 @@ def _changes_that_fit(draft: Draft) -> Iterator[str]:
     asked, training, seen = draft.spec.parallelism, draft.training, set[str]()
     if training.micro_batch_size != "auto":
         share = training.global_batch_size // draft.data_ranks
-        found = choose_fit(draft, asked, tuple(size for size in divisors(share) if size < training.micro_batch_size))
-        if found is not None:
-            takes = f"{_takes(draft, found)}; the global batch stays"
-            yield f"set training.microBatchSize to {found.micro_batch} or to auto ({takes})"
+        fit = choose_fit(draft, asked, tuple(size for size in divisors(share) if size < training.micro_batch_size))
+        if fit is not None:
+            takes = f"{_takes(draft, fit)}; the global batch stays"
+            yield f"set training.microBatchSize to {fit.micro_batch} or to auto ({takes})"
     relaxed = asked.model_copy(update={"activation_checkpointing": "auto"})
-    if (found := choose_fit(draft, relaxed, micro_batches(draft))) is not None:
-        seen.add(found.strategy.label)
-        yield f"set parallelism.activationCheckpointing to full or auto ({_takes(draft, found)})"
+    if (fit := choose_fit(draft, relaxed, micro_batches(draft))) is not None:
+        seen.add(fit.strategy.label)
+        yield f"set parallelism.activationCheckpointing to full or auto ({_takes(draft, fit)})"
     free = ParallelismSpec(
         tensor=asked.tensor, pipeline=asked.pipeline, sequence=asked.sequence, placement=asked.placement
     )
-    if asked != free and (chosen := best_fit(with_parallelism(draft, free))) is not None:
-        label = chosen[1].strategy.label
+    if asked != free and (best := best_fit(with_parallelism(draft, free))) is not None:
+        label = best[1].strategy.label
         if label not in seen:
-            yield f"{_set_free(asked)}, and the plan takes {label} ({_takes(draft, chosen[1])})"
+            yield f"{_set_free(asked)}, and the plan takes {label} ({_takes(draft, best[1])})"
         seen.add(label)
-    if asked.model_ranks > 1 and (chosen := best_fit(with_parallelism(draft, ParallelismSpec()))) is not None:
-        label = chosen[1].strategy.label
+    if asked.model_ranks > 1 and (best := best_fit(with_parallelism(draft, ParallelismSpec()))) is not None:
+        label = best[1].strategy.label
         if label not in seen:
-            yield f"leave parallelism out, and the plan takes {label} ({_takes(draft, chosen[1])})"
-    for changed, found in fitting(spreads(draft)):
+            yield f"leave parallelism out, and the plan takes {label} ({_takes(draft, best[1])})"
+    for changed, fit in fitting(spreads(draft)):
         degrees = changed.spec.parallelism
-        if degrees.model_ranks > asked.model_ranks and found.strategy.label not in seen:
+        if degrees.model_ranks > asked.model_ranks and fit.strategy.label not in seen:
             stages = f" and parallelism.pipeline.degree to {degrees.pipeline.degree}"
             yield (
                 f"set parallelism.tensor to {degrees.tensor}{stages if degrees.pipeline.degree > 1 else ''} "
-                f"({_takes(draft, found)})"
+                f"({_takes(draft, fit)})"
             )
             break
     yield from _shorter_rows(draft, seen)
@@ -232,12 +232,12 @@ def _shorter_rows(draft: Draft, seen: set[str]) -> Iterator[str]:
     training = training.model_copy(update={"arguments": kept, "precision": precision})
     changed = with_spec(draft, spec.model_copy(update={"training": training}))
     packing = spec.preparation.packing == "always"
-    chosen = fewest_slices(replace(changed, precision=precision, packing=packing))
-    if chosen is None or chosen[1].strategy.label in seen:
+    best = fewest_slices(replace(changed, precision=precision, packing=packing))
+    if best is None or best[1].strategy.label in seen:
         return
-    steps.append(f"set parallelism.sequence to {chosen[1].strategy.sequence}")
+    steps.append(f"set parallelism.sequence to {best[1].strategy.sequence}")
     packs = ", where rows are not packed" if draft.packing and not packing else ""
-    yield f"{' and '.join(steps)} ({_takes(draft, chosen[1])}{packs})"
+    yield f"{' and '.join(steps)} ({_takes(draft, best[1])}{packs})"
 
 
 def _larger_changes(draft: Draft) -> Iterator[str]:
@@ -246,11 +246,11 @@ def _larger_changes(draft: Draft) -> Iterator[str]:
     for devices in ({"optimizer": "nvme"}, {"optimizer": "nvme", "parameters": "nvme"}):
         moved = ParallelismSpec.model_validate({"strategy": "deepspeed", "offload": devices})
         changed = with_parallelism(draft, moved)
-        if decided(draft.world).device == "cuda" and (chosen := next(fitting((changed,)), None)) is not None:
-            disk = human_bytes(chosen[1].memory.disk_bytes)
+        if decided(draft.world).device == "cuda" and (form := next(fitting((changed,)), None)) is not None:
+            disk = human_bytes(form[1].memory.disk_bytes)
             what = " and ".join(f"parallelism.offload.{name} to nvme" for name in devices)
             yield (
-                f"set parallelism.strategy to deepspeed and {what} ({_takes(draft, chosen[1])}, and {disk} of "
+                f"set parallelism.strategy to deepspeed and {what} ({_takes(draft, form[1])}, and {disk} of "
                 "disk a node)"
             )
             break
@@ -269,9 +269,9 @@ def _larger_changes(draft: Draft) -> Iterator[str]:
             model = draft.spec.model.model_copy(update={"adapter": adapter.model_copy(update={"method": method})})
             spec = draft.spec.model_copy(update={"model": model, "parallelism": parallelism})
             changed = choose_adapter(with_spec(draft, spec))
-            found = None if changed.problems else choose_fit(changed, parallelism, micro_batches(changed))
-            if found is not None:
-                takes = f"{found.strategy.label}, {_takes(draft, found)}"
+            fit = None if changed.problems else choose_fit(changed, parallelism, micro_batches(changed))
+            if fit is not None:
+                takes = f"{fit.strategy.label}, {_takes(draft, fit)}"
                 yield f"set model.adapter.method to {method}{step}, which {what} ({takes})"
                 return
 

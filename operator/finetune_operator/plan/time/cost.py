@@ -228,8 +228,8 @@ def estimate_training(draft: Draft) -> Estimate:
     paused = pauses(draft, step, passing / step_tokens)
     estimate = _with_cost(draft, seconds + sum(paused.parts.values()), f"{basis}at {at}{learned}; {paused.words}")
     step_parts = {} if time is None else {name: part * (factor or 1) for name, part in time.parts() if part}
-    found = {"step_seconds": step, "step_parts": step_parts, "pauses": dict(paused.parts), "time_factor": factor}
-    return estimate.model_copy(update=found)
+    update = {"step_seconds": step, "step_parts": step_parts, "pauses": dict(paused.parts), "time_factor": factor}
+    return estimate.model_copy(update=update)
 
 
 def step_duration(seconds: float) -> str:

@@ -26,8 +26,8 @@ def learned_ratios(draft: Draft, strategy: Strategy) -> LearnedRatios | None:
         return None
     world = decided(draft.world)
     device = "cpu" if world.device == "cpu" else decided(draft.hardware.gpu).product
-    found = (one for one in draft.inputs.facts.learned if (one.strategy, one.device) == (strategy.label, device))
-    return next((one for one in found if one.jobs >= LEAST_JOBS and _same_model(one, draft.model)), None)
+    ratios = (one for one in draft.inputs.facts.learned if (one.strategy, one.device) == (strategy.label, device))
+    return next((one for one in ratios if one.jobs >= LEAST_JOBS and _same_model(one, draft.model)), None)
 
 
 def _same_model(learned: LearnedRatios, model: ModelFacts) -> bool:
@@ -37,20 +37,20 @@ def _same_model(learned: LearnedRatios, model: ModelFacts) -> bool:
 
 def time_factor(draft: Draft, strategy: Strategy) -> float | None:
     """Return the factor of the time of a step; None without enough finished jobs."""
-    found = learned_ratios(draft, strategy)
-    if found is None or found.step_time is None:
+    ratios = learned_ratios(draft, strategy)
+    if ratios is None or ratios.step_time is None:
         return None
-    return min(MOST_FACTOR, max(LEAST_FACTOR, found.step_time))
+    return min(MOST_FACTOR, max(LEAST_FACTOR, ratios.step_time))
 
 
 def corrected_memory(draft: Draft, strategy: Strategy, estimated: MemoryEstimate) -> MemoryEstimate:
     """Return the estimate with what finished jobs took beyond theirs as a term; never less than it was."""
-    found = learned_ratios(draft, strategy)
-    if found is None or found.memory is None or found.memory <= 1:
+    ratios = learned_ratios(draft, strategy)
+    if ratios is None or ratios.memory is None or ratios.memory <= 1:
         return estimated
-    factor = min(MOST_FACTOR, found.memory)
+    factor = min(MOST_FACTOR, ratios.memory)
     more = int((factor - 1) * estimated.total_bytes)
-    formula = f"x {factor:.2f}, the median of {found.jobs} finished jobs"
+    formula = f"x {factor:.2f}, the median of {ratios.jobs} finished jobs"
     on_host = more * decided(draft.world).processes_per_node if decided(draft.world).device == "cpu" else 0
     return estimated.model_copy(
         update={
@@ -64,10 +64,10 @@ def corrected_memory(draft: Draft, strategy: Strategy, estimated: MemoryEstimate
 def correction_reasons(draft: Draft) -> Draft:
     """Add sentences about corrections of a finished draft."""
     strategy = draft.strategy
-    found = None if strategy is None else learned_ratios(draft, strategy)
-    if found is None or strategy is None:
+    ratios = None if strategy is None else learned_ratios(draft, strategy)
+    if ratios is None or strategy is None:
         return draft
-    factor, jobs = time_factor(draft, strategy), f"from {found.jobs} finished jobs of this namespace"
+    factor, jobs = time_factor(draft, strategy), f"from {ratios.jobs} finished jobs of this namespace"
     if factor is not None:
         draft = draft.because(f"time corrected by {factor:.2f} {jobs} with this model, strategy and device")
     terms = () if draft.memory is None else draft.memory.terms

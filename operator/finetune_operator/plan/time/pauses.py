@@ -47,11 +47,11 @@ class Pauses:
     @property
     def parts(self) -> Mapping[str, float]:
         """Return the seconds of each kind of pause that there is."""
-        found = {
+        parts = {
             CHECKPOINTS: self._of_checkpoints,
             VALIDATION: (self.validations or 0) * self.validation_seconds,
         }
-        return {name: seconds for name, seconds in found.items() if seconds}
+        return {name: seconds for name, seconds in parts.items() if seconds}
 
     @property
     def _of_checkpoints(self) -> float:
@@ -67,8 +67,8 @@ class Pauses:
         if CHECKPOINTS in parts:
             one = self.checkpoints == 1
             last = "" if self.last_seconds is None or one else f" (the last {short_seconds(self.last_seconds)})"
-            each = self.last_seconds if one and self.last_seconds is not None else self.checkpoint_seconds
-            texts.append(f"{self.checkpoints} checkpoint{'s' * (not one)} of {short_seconds(each)}{last}")
+            seconds = self.last_seconds if one and self.last_seconds is not None else self.checkpoint_seconds
+            texts.append(f"{self.checkpoints} checkpoint{'s' * (not one)} of {short_seconds(seconds)}{last}")
         if VALIDATION in parts and self.validations is not None:
             one = self.validations == 1
             texts.append(f"{self.validations} validation{'s' * (not one)} of {short_seconds(self.validation_seconds)}")

@@ -88,12 +88,12 @@ def products_of(model: ModelFacts) -> tuple[Product, ...]:
 
 def _products(model: ModelFacts) -> Iterator[Product]:
     # The n layers of a name have one shape: sums over them are n i, n o and n i o.
-    for name, each in model.linear_layers.items():
-        if each.weights and ".experts." not in f".{name}":
+    for name, layer in model.linear_layers.items():
+        if layer.weights and ".experts." not in f".{name}":
             yield Product(
-                inputs=each.weights / each.outputs,
-                outputs=each.weights / each.inputs,
-                count=each.inputs * each.outputs / each.weights,
+                inputs=layer.weights / layer.outputs,
+                outputs=layer.weights / layer.inputs,
+                count=layer.inputs * layer.outputs / layer.weights,
             )
     if model.experts and model.idle_parameters:
         yield from _experts(model)

@@ -235,24 +235,24 @@ def _optimizer(work: StepWork, machine: Machine) -> tuple[float, float]:
     strategy = work.strategy
     trained = work.trained / strategy.model_ranks
     sharded = strategy.name == "fsdp" or bool(strategy.zero_stage)
-    own = trained / (work.data_ranks if sharded else 1)
+    updated = trained / (work.data_ranks if sharded else 1)
     if strategy.name == "fsdp" and strategy.fsdp_sharding == "hybrid":
-        own = trained / machine.gpus_per_node
+        updated = trained / machine.gpus_per_node
     if strategy.offload_optimizer == "none" and strategy.offload_parameters == "none":
         if not machine.memory:
             return 0.0, 0.0
-        moved = OPTIMIZER_BYTES[work.optimizer] * own
+        moved = OPTIMIZER_BYTES[work.optimizer] * updated
         if strategy.name == "ddp" and sharded:
             moved += MESSAGE_BYTES * trained
         return moved / (machine.memory * MEMORY_SHARE), 0.0
     torch_steps = strategy.name == "fsdp"
-    of_node = own * machine.gpus_per_node
+    of_node = updated * machine.gpus_per_node
     seconds = of_node * machine.adam_seconds(TORCH_ADAM_SECONDS if torch_steps else CPU_ADAM_SECONDS)
     if strategy.offload_optimizer == "nvme":
         # Master copy and moments are read and written, the gradient is read.
         seconds += of_node * 28 / DISK_BYTES
     # DeepSpeed's updated weights go to the device at once; fsdp's stay on the host, and are counted as streams.
-    copied = 0.0 if torch_steps or strategy.offload_parameters != "none" else own * work.width
+    copied = 0.0 if torch_steps or strategy.offload_parameters != "none" else updated * work.width
     return seconds, copied / machine.host_rate
 
 

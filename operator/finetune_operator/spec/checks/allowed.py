@@ -29,8 +29,8 @@ def allowed_problems(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Prob
     """Return the problems of names and sizes that the settings do not allow."""
     allow, template = settings.allow, spec.template
     named: tuple[tuple[tuple[str, ...], str, Iterable[tuple[Path, str]]], ...] = (
-        (allow.names("service_accounts"), "a service account", _account(spec)),
-        (allow.names("priority_classes"), "a priority class", _priority(spec)),
+        (allow.names("service_accounts"), "a service account", _service_accounts(spec)),
+        (allow.names("priority_classes"), "a priority class", _priority_classes(spec)),
         (allow.names("secrets"), "a Secret", _secrets(spec)),
         (allow.names("config_maps"), "a ConfigMap", _config_maps(spec)),
         (allow.names("claims"), "a claim", _claims(spec)),
@@ -38,30 +38,30 @@ def allowed_problems(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Prob
         (allow.names("token_audiences"), "a token audience", _audiences(template.volumes)),
         (allow.names("env"), "an environment variable", _variables(template.env)),
         (allow.names("annotations"), "an annotation", _annotations(template.annotations)),
-        (allow.names("gateways"), "a Gateway", _gateway(spec)),
+        (allow.names("gateways"), "a Gateway", _gateways(spec)),
     )
     for globs, kind, names in named:
         for path, name in names:
             if not any(fnmatch.fnmatchcase(name, glob) for glob in globs):
                 yield _refused(path, f"is {kind} that the settings do not allow", _allowed_hint(globs, path), name)
-    for path, name in _priority(spec):
+    for path, name in _priority_classes(spec):
         if name.startswith(SYSTEM_PRIORITY):
             rule = "is reserved for Kubernetes system components; it would preempt other pods"
             yield _refused(path, rule, "use another priority class, or leave it out", name)
     yield from _sizes(spec, settings)
 
 
-def _account(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
+def _service_accounts(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
     if spec.template.service_account_name is not None:
         yield ("template", "serviceAccountName"), spec.template.service_account_name
 
 
-def _priority(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
+def _priority_classes(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
     if spec.run_policy.priority_class_name is not None:
         yield ("runPolicy", "priorityClassName"), spec.run_policy.priority_class_name
 
 
-def _gateway(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
+def _gateways(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
     if spec.routed_traffic is not None and spec.routed_traffic.gateway is not None:
         yield ("endpoint", "traffic", "gateway"), spec.routed_traffic.gateway
 
@@ -188,10 +188,10 @@ def _variables(env: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[Path, s
 
 
 def _at(value: JsonValue | Mapping[str, JsonValue], path: Sequence[str]) -> JsonValue:
-    found: JsonValue = dict(value) if isinstance(value, Mapping) else value
+    inner: JsonValue = dict(value) if isinstance(value, Mapping) else value
     for name in path:
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+        inner = inner.get(name) if isinstance(inner, dict) else None
+    return inner
 
 
 def _sizes(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:

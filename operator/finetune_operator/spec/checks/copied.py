@@ -53,15 +53,15 @@ class Settled:
     """Sentence, without its full stop, for each setting."""
 
 
-def _whole(given: JsonValue) -> JsonValue:
+def _positive_integer(given: JsonValue) -> JsonValue:
     return given if isinstance(given, int) and not isinstance(given, bool) and given > 0 else None
 
 
-def _off(given: JsonValue) -> bool:
+def _is_off(given: JsonValue) -> bool:
     return given is False or given is None
 
 
-def _not_one(given: JsonValue) -> bool:
+def _is_minus_one(given: JsonValue) -> bool:
     return given == -1
 
 
@@ -88,14 +88,14 @@ COPIED: tuple[Copied, ...] = (
            harmless=lambda given: given is True, when="true"),
     Copied(ARGUMENTS, ("eval_strategy", "evaluation_strategy"), "validation is measured after each epoch",
            harmless=lambda given: given == "epoch", when="epoch"),
-    Copied(ARGUMENTS, ("push_to_hub", "auto_find_batch_size", "no_cuda"), "this is the default", harmless=_off,
+    Copied(ARGUMENTS, ("push_to_hub", "auto_find_batch_size", "no_cuda"), "this is the default", harmless=_is_off,
            when="false"),
     Copied(ARGUMENTS, ("deepspeed", "fsdp", "resume_from_checkpoint"), "this is the default",
            harmless=lambda given: given in (None, "", False), when="empty"),
-    Copied(ARGUMENTS, ("local_rank", "max_steps"), "this is the default", harmless=_not_one, when="-1"),
-    Copied(ARGUMENTS, ("save_total_limit",), "", "checkpoints.keep", _whole),
+    Copied(ARGUMENTS, ("local_rank", "max_steps"), "this is the default", harmless=_is_minus_one, when="-1"),
+    Copied(ARGUMENTS, ("save_total_limit",), "", "checkpoints.keep", _positive_integer),
     Copied(ARGUMENTS, ("save_steps",), "", "checkpoints.every",
-           lambda given: None if _whole(given) is None else {"steps": given}),
+           lambda given: None if _positive_integer(given) is None else {"steps": given}),
     Copied(ARGUMENTS, ("save_strategy",), "the interval is spec.checkpoints.every",
            harmless=lambda given: given in ("epoch", "steps"), when="epoch or steps"),
     Copied(ARGUMENTS, ("optim",), "", "training.optimizer",
@@ -144,11 +144,11 @@ def _settle_arguments(settled: Settled) -> Settled:
     assert settled.spec.training is not None
     left: dict[str, JsonValue] = dict(settled.spec.training.arguments)
     for name, given in settled.spec.training.arguments.items():
-        found = _mapped_or_ignored(settled, ARGUMENTS, name, given, SAME.get(name))
-        if found is not None:
-            settled = found
+        updated = _mapped_or_ignored(settled, ARGUMENTS, name, given, SAME.get(name))
+        if updated is not None:
+            settled = updated
             del left[name]
-    return replace(settled, spec=_with(settled.spec, ARGUMENTS, left))
+    return replace(settled, spec=_with_value(settled.spec, ARGUMENTS, left))
 
 
 def _settle_deepspeed(settled: Settled) -> Settled:
@@ -161,12 +161,12 @@ def _settle_deepspeed(settled: Settled) -> Settled:
             reason = "the plan sets it" if of_plan else "DeepSpeed's default applies"
             autos.append(_note(f"{DEEPSPEED_CONFIG}.{name}", given, f"is ignored: {reason}"))
         else:
-            found = _mapped_or_ignored(settled, DEEPSPEED_CONFIG, name, given, _SAME_KEYS.get(path))
-            if found is None:
+            updated = _mapped_or_ignored(settled, DEEPSPEED_CONFIG, name, given, _SAME_KEYS.get(path))
+            if updated is None:
                 continue
-            settled = found
+            settled = updated
         _remove(left, path)
-    return Settled(_with(settled.spec, DEEPSPEED_CONFIG, left), (*settled.notes, *autos))
+    return Settled(_with_value(settled.spec, DEEPSPEED_CONFIG, left), (*settled.notes, *autos))
 
 
 def _leaves(value: Mapping[str, JsonValue], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], JsonValue]]:
@@ -198,22 +198,22 @@ def _remove(config: dict[str, JsonValue], path: tuple[str, ...]) -> None:
 def _mapped_or_ignored(settled: Settled, block: str, name: str, given: JsonValue, same: str | None) -> Settled | None:
     """Return the settled spec with this setting mapped to a field or ignored; None: it is neither."""
     spec, path = settled.spec, f"{block}.{name}"
-    if same is not None and given is not None and _get(spec, same) == given:
-        return _noted(settled, path, given, f"is ignored: spec.{same} has the same value")
+    if same is not None and given is not None and _field_value(spec, same) == given:
+        return _with_note(settled, path, given, f"is ignored: spec.{same} has the same value")
     for row in COPIED:
         if row.block != block or name not in row.names:
             continue
         if row.field is None:
-            return _noted(settled, path, given, f"is ignored: {row.becomes}") if row.harmless(given) else None
+            return _with_note(settled, path, given, f"is ignored: {row.becomes}") if row.harmless(given) else None
         value, shape = row.value(given), find(spec_shape(), row.field.split("."))
         assert shape is not None, row.field
         if value is None or not (isinstance(value, dict) or accepts(shape, value)):
             return None
-        current = _get(spec, row.field)
+        current = _field_value(spec, row.field)
         if current not in (value, shape.default):
             return None
-        return _noted(
-            replace(settled, spec=_with(spec, row.field, value)), path, given,
+        return _with_note(
+            replace(settled, spec=_with_value(spec, row.field, value)), path, given,
             f"is mapped to spec.{row.field}" + ("" if value == given else f": {_plain(value)}"),
         )  # fmt: skip
     return None
@@ -229,11 +229,11 @@ def _note(path: str, given: JsonValue, becomes: str) -> str:
     return f"spec.{path}: {describe_value(given, path.split('.'))} {becomes}"
 
 
-def _noted(settled: Settled, path: str, given: JsonValue, becomes: str) -> Settled:
+def _with_note(settled: Settled, path: str, given: JsonValue, becomes: str) -> Settled:
     return replace(settled, notes=(*settled.notes, _note(path, given, becomes)))
 
 
-def _get(spec: FineTuneJobSpec, path: str) -> JsonValue:
+def _field_value(spec: FineTuneJobSpec, path: str) -> JsonValue:
     value: JsonValue = spec.model_dump(mode="json", by_alias=True, include={to_snake(path.split(".")[0])})
     for part in path.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -246,10 +246,10 @@ def with_same(spec: FineTuneJobSpec, argument: str, given: JsonValue) -> FineTun
     """
     field = SAME.get(argument)
     shape = None if field is None else find(spec_shape(), field.split("."))
-    return None if field is None or shape is None or not accepts(shape, given) else _with(spec, field, given)
+    return None if field is None or shape is None or not accepts(shape, given) else _with_value(spec, field, given)
 
 
-def _with(spec: FineTuneJobSpec, path: str, value: JsonValue) -> FineTuneJobSpec:
+def _with_value(spec: FineTuneJobSpec, path: str, value: JsonValue) -> FineTuneJobSpec:
     """Return the spec with another value at a path, parsed as its field requires."""
     head, *rest = path.split(".")
     block = getattr(spec, to_snake(head))

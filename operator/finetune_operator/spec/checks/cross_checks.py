@@ -96,7 +96,7 @@ def across_fields(
     missing = unsupported(spec, settings.schemes)
     absent = {tuple(str(problem.path).split(".")[1:]) for problem in missing if problem.remedy == Drop()}
     if not SOMETHING_TO_DO.holds(spec) and not _reads(SOMETHING_TO_DO, gone, touched):
-        yield _broken(SOMETHING_TO_DO, spec, written)
+        yield _rule_problem(SOMETHING_TO_DO, spec, written)
         if spec.dataset is not None:
             # The hint is to train with the defaults: the other rules apply to that.
             spec = spec.model_copy(update={"training": TrainingSpec()})
@@ -105,7 +105,7 @@ def across_fields(
         if (gone and _reads(rule, gone, touched)) or (absent and _reads(rule, absent, set())):
             continue
         if rule is not SOMETHING_TO_DO and (not rule.holds(spec) or not rule.holds(settled)):
-            yield _broken(rule, spec, written)
+            yield _rule_problem(rule, spec, written)
     others = (
         *missing,
         *_hub_names(spec),
@@ -134,7 +134,7 @@ def _template(spec: FineTuneJobSpec) -> Iterator[Problem]:
         yield from template_problems(spec)
 
 
-def _broken(rule: Rule, spec: FineTuneJobSpec, written: JsonValue) -> Problem:
+def _rule_problem(rule: Rule, spec: FineTuneJobSpec, written: JsonValue) -> Problem:
     """Return the problem of a spec that breaks a rule; `written` is its document."""
     path: Path = tuple(rule.path.split("."))
     given = value_at(written, path)
@@ -161,13 +161,13 @@ def _reads(rule: Rule, gone: Set[Path], touched: Set[Path]) -> bool:
 def _arguments(spec: FineTuneJobSpec) -> Iterator[Problem]:
     """Check `training.arguments` against the TrainingArguments of the trainer's transformers."""
     arguments = spec.training.arguments if spec.training else {}
-    for found in check_arguments(arguments):
-        path = ("spec", "training", "arguments", found.name)
-        rule, hint = _argument_texts(found, arguments[found.name])
-        if (broken := _rule_against(spec, found.name, arguments[found.name])) is not None:
+    for problem in check_arguments(arguments):
+        path = ("spec", "training", "arguments", problem.name)
+        rule, hint = _argument_texts(problem, arguments[problem.name])
+        if (broken := _rule_against(spec, problem.name, arguments[problem.name])) is not None:
             hint = Drop(broken)
-        value = describe_value(arguments[found.name], path)
-        yield Problem(format_path(path), value, rule, hint, reason=_ARGUMENT_REASONS[found.reason])
+        value = describe_value(arguments[problem.name], path)
+        yield Problem(format_path(path), value, rule, hint, reason=_ARGUMENT_REASONS[problem.reason])
 
 
 def _rule_against(spec: FineTuneJobSpec, argument: str, given: JsonValue) -> str | None:
@@ -183,26 +183,26 @@ def _rule_against(spec: FineTuneJobSpec, argument: str, given: JsonValue) -> str
     return None
 
 
-def _argument_texts(found: ArgumentProblem, given: JsonValue) -> tuple[str, Hint]:
+def _argument_texts(problem: ArgumentProblem, given: JsonValue) -> tuple[str, Hint]:
     """Return rule and hint. The contract's own message is for the trainer's log: it repeats path and value."""
     from finetune_operator.spec.hints.unknown_names import argument
 
-    match found.reason:
+    match problem.reason:
         case "UnknownArgument":
-            return "transformers.TrainingArguments has no such field", argument(found.name, given) or found.hint.rstrip(
-                "."
-            )
+            return "transformers.TrainingArguments has no such field", argument(
+                problem.name, given
+            ) or problem.hint.rstrip(".")
         case "OwnedByPlan":
-            field = OWNED_BY_PLAN[found.name]
-            return f"is set by spec.{field}", argument(found.name, given, field) or Drop()
+            field = OWNED_BY_PLAN[problem.name]
+            return f"is set by spec.{field}", argument(problem.name, given, field) or Drop()
         case "FixedByTrainer":
-            return "has no effect: the trainer handles this itself", argument(found.name, given) or Drop()
+            return "has no effect: the trainer handles this itself", argument(problem.name, given) or Drop()
         case "WrongType":
-            kinds = [_KINDS.get(kind, kind) for kind in known_arguments()[found.name] if kind != "null"]
+            kinds = [_KINDS.get(kind, kind) for kind in known_arguments()[problem.name] if kind != "null"]
             return f"must be {' or '.join(kinds)}", "change it; write numbers and booleans without quotes"
         case "UnknownTracker":
             named = [arg for arg in get_args(Tracker) if isinstance(given, list) and arg in given]
-            hint = ReplaceBy(list(named)) if named else found.hint.rstrip(".")
+            hint = ReplaceBy(list(named)) if named else problem.hint.rstrip(".")
             return f"must be one or a list of {', '.join(get_args(Tracker))}", hint
         case "UnknownSampling":
             return f"must be one of {', '.join(get_args(Sampling))}", "leave it out for the default of the task"
@@ -305,7 +305,7 @@ def _settings(spec: FineTuneJobSpec, settings: Settings, written: JsonValue) -> 
         if scheme in settings.schemes or scheme not in served_schemes(field, None):
             continue  # `unsupported` refuses the others
         local = scheme in ("file", "pkg")
-        hint: Hint = copy_hint(path, [f"{each}://" for each in served_schemes(field, settings.schemes)])
+        hint: Hint = copy_hint(path, [f"{served}://" for served in served_schemes(field, settings.schemes)])
         hint = f"{hint}; or run the job with finetune run" if local else hint
         if scheme == "file" and "pvc" in settings.schemes and (claim := on_claim(uri, written)) is not None:
             hint = in_claim(claim)
@@ -336,8 +336,8 @@ def _remote_code(uri: str, settings: Settings) -> Iterator[Problem]:
 
 def _git_host(url: str, settings: Settings) -> Iterator[Problem]:
     path = "spec.training.script.git.url"
-    found = _GIT_URL.fullmatch(url)
-    if found is None:
+    match = _GIT_URL.fullmatch(url)
+    if match is None:
         yield Problem(
             path,
             describe_value(url),
@@ -345,7 +345,7 @@ def _git_host(url: str, settings: Settings) -> Iterator[Problem]:
             "write https://host/owner/repository",
         )
         return
-    host = found["host"].lower().rstrip(".")
+    host = match["host"].lower().rstrip(".")
     try:
         address = ipaddress.ip_address(host)
         never = address.is_link_local or address.is_loopback or address.is_unspecified

@@ -78,5 +78,5 @@ def _problems(values: Mapping[str, JsonValue], parents: tuple[str, ...]) -> Iter
 
 
 def _nearest(key: str, known_keys: frozenset[str]) -> str | None:
-    found = get_close_matches(key, sorted(known_keys), n=1)
-    return found[0] if found else None
+    matches = get_close_matches(key, sorted(known_keys), n=1)
+    return matches[0] if matches else None

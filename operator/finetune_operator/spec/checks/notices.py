@@ -79,8 +79,16 @@ def notices(spec: FineTuneJobSpec) -> tuple[str, ...]:
     settled = settle(spec)
     more = len(settled.notes) - MOST_NOTICES
     rest = (f"{more} more settings are ignored or mapped to fields",) if more > 0 else ()
-    found = (_retired, _unusual, _of_gate, _of_own_metrics, _of_servers, _of_stopping, _of_trackers)
-    return (*settled.notes[:MOST_NOTICES], *rest, *(each for kind in found for each in kind(settled.spec)))
+    checks = (
+        _retired_fields,
+        _unusual_values,
+        _low_gate_minimum,
+        _metrics_outside_task,
+        _server_sizes,
+        _stopping_by_loss,
+        _offline_tracker,
+    )
+    return (*settled.notes[:MOST_NOTICES], *rest, *(notice for check in checks for notice in check(settled.spec)))
 
 
 def null_evaluation(document: JsonValue) -> Iterator[str]:
@@ -100,7 +108,7 @@ Linux drops the latter and reads them again.
 """
 
 
-def _retired(spec: FineTuneJobSpec) -> Iterator[str]:
+def _retired_fields(spec: FineTuneJobSpec) -> Iterator[str]:
     """Yield fields that have no effect any more."""
     if spec.endpoint is None:
         return
@@ -116,7 +124,7 @@ def _retired(spec: FineTuneJobSpec) -> Iterator[str]:
         )
 
 
-def _of_gate(spec: FineTuneJobSpec) -> Iterator[str]:
+def _low_gate_minimum(spec: FineTuneJobSpec) -> Iterator[str]:
     """Yield a minimum that nearly every model reaches, because it is a fraction of a metric up to 100."""
     gate = spec.evaluation.gate if spec.evaluation else None
     minimum = None if gate is None else gate.minimum
@@ -127,18 +135,18 @@ def _of_gate(spec: FineTuneJobSpec) -> Iterator[str]:
         )
 
 
-def _named(evaluation: EvaluationSpec) -> list[str]:
+def _named_metrics(evaluation: EvaluationSpec) -> list[str]:
     """Return the metrics that an evaluation names, that of its gate first."""
     gate, metrics = evaluation.gate, evaluation.metrics
     return [*(() if gate is None else [gate.metric]), *(() if metrics == "auto" else metrics)]
 
 
-def _of_own_metrics(spec: FineTuneJobSpec) -> Iterator[str]:
+def _metrics_outside_task(spec: FineTuneJobSpec) -> Iterator[str]:
     """Yield metrics that only the user's own program can measure: another name for the task's may be meant."""
     evaluation = spec.evaluation
     if spec.script is None or evaluation is None:
         return
-    for name in dict.fromkeys(each for each in _named(evaluation) if each not in metrics_of(spec.task)):
+    for name in dict.fromkeys(metric for metric in _named_metrics(evaluation) if metric not in metrics_of(spec.task)):
         yield (
             f"spec.evaluation: {name} is not a metric of {spec.task}, so the program has to measure it, and write it "
             "with Trainer.save_metrics"
@@ -149,7 +157,7 @@ PERCENT = 100
 """Greatest value of metrics that are no fractions."""
 
 
-def _of_servers(spec: FineTuneJobSpec) -> Iterator[str]:
+def _server_sizes(spec: FineTuneJobSpec) -> Iterator[str]:
     """Yield sizes that servers do not take, or that are too small for any of them."""
     if spec.endpoint is None:
         return
@@ -168,12 +176,12 @@ def _of_servers(spec: FineTuneJobSpec) -> Iterator[str]:
                 )
 
 
-def _of_stopping(spec: FineTuneJobSpec) -> Iterator[str]:
+def _stopping_by_loss(spec: FineTuneJobSpec) -> Iterator[str]:
     """Yield the notice about early stopping by the loss in a job that names the metric of its evaluation."""
     stopping = None if spec.training is None else spec.training.early_stopping
     if stopping is None or spec.evaluation is None or "metric" in stopping.model_fields_set:
         return
-    named = _named(spec.evaluation)
+    named = _named_metrics(spec.evaluation)
     if named and "loss" not in named:
         yield (
             f"spec.training.earlyStopping has no metric, so training stops by the loss; to stop by {named[0]}, set its "
@@ -181,7 +189,7 @@ def _of_stopping(spec: FineTuneJobSpec) -> Iterator[str]:
         )
 
 
-def _of_trackers(spec: FineTuneJobSpec) -> Iterator[str]:
+def _offline_tracker(spec: FineTuneJobSpec) -> Iterator[str]:
     """Yield the notice about a tracker that sends nothing unless variables are set."""
     named = None if spec.training is None else spec.training.arguments.get("report_to")
     if "wandb" not in (named if isinstance(named, list) else [named]):
@@ -194,7 +202,7 @@ def _of_trackers(spec: FineTuneJobSpec) -> Iterator[str]:
         )
 
 
-def _unusual(spec: FineTuneJobSpec) -> Iterator[str]:
+def _unusual_values(spec: FineTuneJobSpec) -> Iterator[str]:
     training = spec.training
     if training is None or spec.script is not None:
         return
@@ -203,7 +211,7 @@ def _unusual(spec: FineTuneJobSpec) -> Iterator[str]:
     if (
         spec.task in WRITING
         and "2bert" not in name
-        and (encoder := next((each for each in ENCODERS if each in name), None)) is not None
+        and (encoder := next((family for family in ENCODERS if family in name), None)) is not None
     ):
         yield (
             f"spec.model.uri: {spec.model.uri} looks like a {encoder} model, which cannot generate text; "

@@ -36,11 +36,11 @@ def check_settings(value: JsonValue) -> tuple[Settings | None, list[Problem]]:
     read = read_fields(Settings, shape, without_nulls({} if value is None else value, shape))
     problems = list(read.problems)
     if read.value is not None:
-        problems.extend(_together(read, read.value))
+        problems.extend(_contradictions(read, read.value))
     return (None, problems) if problems else (read.value, [])
 
 
-def _together(read: Read[Settings], settings: Settings) -> Iterator[Problem]:
+def _contradictions(read: Read[Settings], settings: Settings) -> Iterator[Problem]:
     """Yield contradictions between fields, except with fields that were removed for a fault of their own."""
 
     def intact(*paths: Path) -> bool:

@@ -432,14 +432,14 @@ def _mount(mount: VolumeMount, volumes: Sequence[str | None], path: Path) -> Ite
         yield Problem(
             format_path(where), describe_value(mount.mount_path), "must not contain ..", "write the path without .."
         )
-    elif reserved := [each for each in RESERVED_FOLDERS if _overlap(folder, each)]:
+    elif reserved := [other for other in RESERVED_FOLDERS if _overlap(folder, other)]:
         yield _forbidden(
             where,
             mount.mount_path,
             f"overlaps {reserved[0]}, which the trainer uses",
             "choose another folder, e.g. /mnt",
         )
-    elif system := [each for each in SYSTEM_FOLDERS if _overlap(folder, each)]:
+    elif system := [other for other in SYSTEM_FOLDERS if _overlap(folder, other)]:
         yield _forbidden(
             where, mount.mount_path, f"overlaps {system[0]}, which holds code and settings of the image",
             "choose another folder, e.g. below /mnt",

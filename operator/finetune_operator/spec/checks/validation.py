@@ -111,8 +111,8 @@ def notices_for_invalid_job(value: JsonValue, problems: Sequence[Problem]) -> tu
         return ()
     read = read_fields(FineTuneJobSpec, spec_shape, without_nulls(written, spec_shape), ("spec",), _PLACEHOLDERS)
     blamed = tuple(problem.path for problem in problems)
-    found = () if read.value is None else notices(read.value)
-    return tuple(sentence for sentence in found if not sentence.startswith(blamed))
+    sentences = () if read.value is None else notices(read.value)
+    return tuple(sentence for sentence in sentences if not sentence.startswith(blamed))
 
 
 def foreign(value: JsonValue) -> str | None:
@@ -231,7 +231,7 @@ def _metadata(metadata: JsonValue, beside: JsonValue) -> Iterator[Problem]:
     name = metadata.get("name")
     if name is None or name == "":
         hint = "; generateName works with kubectl create only" if metadata.get("generateName") else ""
-        if not any(plain(each) == "name" for each in metadata if each != "name"):
+        if not any(plain(field) == "name" for field in metadata if field != "name"):
             yield Problem("metadata.name", None, "is required", f"give the job a name{hint}", reason="Required")
     elif not isinstance(name, str):
         yield quote(("metadata", "name"), name)

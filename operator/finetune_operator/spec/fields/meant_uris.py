@@ -88,9 +88,9 @@ def uri_hint(path: str, value: JsonValue, prefixes: Sequence[str]) -> Hint:
     claim = re.fullmatch(r"(?:pvc:/*)?(?P<name>[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:/.*)?)", text)
     if claim is not None and "pvc://" in prefixes and ("/" not in claim["name"] or text.startswith("pvc:")):
         return ReplaceBy(f"pvc://{claim['name']}")
-    found = _SCHEME.match(text) if "/" in text else None
-    if found is not None and found["name"].lower() not in _OWN_SCHEMES:
-        scheme = f"{found['name']}:{'//' * ('/' in found['slashes'])}"
+    match = _SCHEME.match(text) if "/" in text else None
+    if match is not None and match["name"].lower() not in _OWN_SCHEMES:
+        scheme = f"{match['name']}:{'//' * ('/' in match['slashes'])}"
         return f"{copy_hint(path, prefixes)}: {scheme} is not supported in this version"
     if uri is not None and uri.startswith("file://") and "pvc://" in prefixes:
         copied = f"copy the {content} to a claim, and " if content else ""
@@ -150,8 +150,8 @@ def hub_name_hint(path: str, name: str) -> Hint:
     for nearest in (as_uri(name.rstrip("/")), as_uri(plain)):
         if nearest and nearest.startswith("hf://"):
             return ReplaceBy(nearest)
-    if found := _REVISION.fullmatch(plain):
-        repository, revision = found[1].rstrip("/"), found[2] or found[3]
+    if match := _REVISION.fullmatch(plain):
+        repository, revision = match[1].rstrip("/"), match[2] or match[3]
         if is_hub_name(repository):
             return with_revision(repository, revision)
     named, mark, config = plain.partition(":")

@@ -120,18 +120,18 @@ def status_shape() -> Shape:
 
 def find(shape: Shape, path: Sequence[PathPart]) -> Shape | None:
     """Return the shape at a path, or None if the API has no such field."""
-    found: Shape | None = shape
+    current: Shape | None = shape
     for part in path:
-        match found.body if found else None:
+        match current.body if current else None:
             case Fields(fields):
-                found = fields.get(str(part))
+                current = fields.get(str(part))
             case Map(value):
-                found = value
+                current = value
             case Items(item):
-                found = item
+                current = item
             case _:
                 return None
-    return found
+    return current
 
 
 def leaves(shape: Shape, prefix: str = "") -> dict[str, Shape]:
@@ -141,10 +141,10 @@ def leaves(shape: Shape, prefix: str = "") -> dict[str, Shape]:
     """
     if not isinstance(shape.body, Fields) or shape.words:
         return {prefix: shape}
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for name, inner in shape.body.fields.items():
-        found |= leaves(inner, f"{prefix}.{name}" if prefix else name)
-    return found
+        shapes |= leaves(inner, f"{prefix}.{name}" if prefix else name)
+    return shapes
 
 
 def accepts(shape: Shape, value: JsonValue) -> bool:

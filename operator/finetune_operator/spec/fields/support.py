@@ -56,7 +56,7 @@ def _marked(model: type[BaseModel], above: str = "") -> Iterator[Row]:
     """Yield the rows of the marked fields of a model and of those inside it, by their paths."""
     for name, field in model.model_fields.items():
         path = f"{above}{field.alias or name}"
-        yield from (Row(path, each.values, each.schemes) for each in field.metadata if isinstance(each, Supported))
+        yield from (Row(path, mark.values, mark.schemes) for mark in field.metadata if isinstance(mark, Supported))
         for inner in _models(field.annotation):
             yield from _marked(inner, f"{path}.")
 
@@ -157,8 +157,8 @@ def _is_supported(row: Row, value: JsonValue) -> bool:
 def _values(value: JsonValue, parts: list[str], before: str = "") -> Iterator[tuple[str, JsonValue]]:
     """Yield path and value of the field; for a field of a list's elements, of each of them."""
     if isinstance(value, list) and parts:
-        for at, each in enumerate(value):
-            yield from _values(each, parts, f"{before}[{at}]")
+        for at, item in enumerate(value):
+            yield from _values(item, parts, f"{before}[{at}]")
     elif not parts:
         yield before, value
     else:
@@ -173,7 +173,9 @@ def _problems(row: Row, path: str, value: JsonValue, schemes: Sequence[str] | No
         raise LookupError(f"the API has no field spec.{path}")
     if isinstance(shape.body, Fields) and isinstance(value, Mapping) and shape.default is not None:
         return [
-            found for name in shape.body.fields for found in _problems(row, f"{path}.{name}", value.get(name), schemes)
+            problem
+            for name in shape.body.fields
+            for problem in _problems(row, f"{path}.{name}", value.get(name), schemes)
         ]
     if value == shape.default or _is_supported(row, value):
         return []

@@ -73,13 +73,13 @@ def read_faulty(
             given, field = value_at(seen, path), dotted((*prefix, *path))
             followed = prefix == ("spec",) and not any(isinstance(part, int) for part in path)
             changed = changes(problem.remedy, field, given) if followed else {}
-            wanted = {place: each for place, each in changed.items() if _accepted(shape, problem.remedy, place, each)}
+            wanted = {place: new for place, new in changed.items() if _accepted(shape, problem.remedy, place, new)}
             if field in wanted and path not in corrected and _set(remainder, path, wanted[field]):
                 corrected.add(path)
                 unwrapped |= {path} if isinstance(given, list) else set()
                 continue
             gone = _remove(shape, remainder, path, placeholders)
-            written = [_put(remainder, tuple(place.split(".")[1:]), each) for place, each in wanted.items()]
+            written = [_put(remainder, tuple(place.split(".")[1:]), new) for place, new in wanted.items()]
             # A name that is simply left out is no reason to skip a rule on its object.
             if not any(written) and not (kind == "extra_forbidden" and isinstance(problem.remedy, Drop)):
                 removed.add(gone)
@@ -135,7 +135,7 @@ def _field_problem(
     if is_uri(shape) and prefix == ("spec",) and (claim := on_claim(value, document)) is not None:
         hint = in_claim(claim)
     if isinstance(hint, ReplaceBy) and isinstance(value, dict) and not isinstance(shape.body, Fields | Items | Map):
-        others = {name: each for name, each in value.items() if each != hint.value}
+        others = {name: inner for name, inner in value.items() if inner != hint.value}
         rest = content(full, others, near) if prefix == ("spec",) else None
         if rest is not None and rest.fields.keys() - {dotted(full)}:
             hint = SetTo({**rest.fields, dotted(full): hint.value}, rest.note)
@@ -163,11 +163,11 @@ def _in_document(hint: Hint, path: Path, value: JsonValue, spec: JsonValue) -> H
         hint = Move(free) if free else hint
     if isinstance(hint, SetTo) and len(hint.fields) > 1:
         # An address that the job gives stays.
-        kept = {field: each for field, each in hint.fields.items() if not (field.endswith(".uri") and given_at(field))}
+        kept = {field: new for field, new in hint.fields.items() if not (field.endswith(".uri") and given_at(field))}
         hint = replace(hint, fields=kept) if kept else hint
-    own, target = dotted(("spec", *path)), changes(hint, dotted(("spec", *path)), value)
+    here, target = dotted(("spec", *path)), changes(hint, dotted(("spec", *path)), value)
     taken = {field: given_at(field) for field in target}
-    inside = any(own.startswith(f"{field}.") for field in taken)
+    inside = any(here.startswith(f"{field}.") for field in taken)
     if not taken or None in taken.values() or inside or isinstance(value, dict):
         return hint
     (field, given), *others = taken.items()

@@ -53,9 +53,9 @@ class NameRow:
 
         `beside`: the object that contains the name. `on_hub`: the data are on the Hub, whose splits have slices.
         """
-        found = convert(self.convert, given, beside) if self.convert else {}
-        sliced = any(name.startswith("spec.dataset.splits.") and "[" in str(value) for name, value in found.items())
-        return {} if sliced and not on_hub else found
+        values = convert(self.convert, given, beside) if self.convert else {}
+        sliced = any(name.startswith("spec.dataset.splits.") and "[" in str(value) for name, value in values.items())
+        return {} if sliced and not on_hub else values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,22 +106,22 @@ def value_rows() -> tuple[ValueRow, ...]:
 
 
 @cache
-def _names() -> Mapping[str, tuple[NameRow, ...]]:
-    found: dict[str, tuple[NameRow, ...]] = {}
+def _rows_by_name() -> Mapping[str, tuple[NameRow, ...]]:
+    rows: dict[str, tuple[NameRow, ...]] = {}
     for row in name_rows():
         for name in row.names:
-            found[plain(name)] = (*found.get(plain(name), ()), row)
-    return found
+            rows[plain(name)] = (*rows.get(plain(name), ()), row)
+    return rows
 
 
 @cache
-def _values() -> Mapping[tuple[str, str], ValueRow]:
+def _rows_by_value() -> Mapping[tuple[str, str], ValueRow]:
     return {(row.field, plain(str(value))): row for row in value_rows() for value in row.values}
 
 
 def find_name(name: str, parent: str) -> NameRow | None:
     """Return the row of a name in the object `parent` (empty: the document); one with `under` takes precedence."""
-    fitting = [row for row in _names().get(plain(name), ()) if not row.under or parent in row.under]
+    fitting = [row for row in _rows_by_name().get(plain(name), ()) if not row.under or parent in row.under]
     return min(fitting, key=lambda row: not row.under, default=None)
 
 
@@ -130,7 +130,7 @@ def find_value(path: str, value: JsonValue) -> ValueRow | None:
     if not isinstance(value, str | bool | int):
         return None
     word = plain(str(value))
-    return _values().get((path, word)) or _values().get((path, _SWITCHES.get(word, "")))
+    return _rows_by_value().get((path, word)) or _rows_by_value().get((path, _SWITCHES.get(word, "")))
 
 
 _SWITCHES: Mapping[str, str] = {
@@ -146,8 +146,8 @@ def columns_of(task: JsonValue) -> Mapping[str, Sequence[str]]:
     """
     columns: Mapping[str, Sequence[str | Sequence[str]]] = _table()["columns"].get(str(task), {})
     return {
-        own: [name for each in names for name in ([each] if isinstance(each, str) else each)]
-        for own, names in columns.items()
+        column: [name for entry in names for name in ([entry] if isinstance(entry, str) else entry)]
+        for column, names in columns.items()
     }
 
 
@@ -156,19 +156,19 @@ def column_called(task: JsonValue, name: str) -> str | None:
     bare = plain(name)
     for ending in ("columnname", "column", "field"):
         bare = bare.removesuffix(ending)
-    return next((own for own, others in columns_of(task).items() if bare in map(plain, (own, *others))), None)
+    return next((column for column, others in columns_of(task).items() if bare in map(plain, (column, *others))), None)
 
 
 def marks_of_tools() -> Mapping[str, Sequence[str]]:
     """Return the names that identify a configuration of another tool, by tool."""
-    found: Mapping[str, Sequence[str]] = _table()["marks"]
-    return found
+    marks: Mapping[str, Sequence[str]] = _table()["marks"]
+    return marks
 
 
 def other_metric_names() -> Mapping[str, str]:
     """Return the names of metrics in Hugging Face's `evaluate` by other common ones."""
-    found: Mapping[str, str] = _table()["metrics"]
-    return found
+    names: Mapping[str, str] = _table()["metrics"]
+    return names
 
 
 # ------------------------------------------------------------------------------------- values under another tool's name
@@ -214,16 +214,16 @@ def _data_file(given: JsonValue, beside: Values, role: str) -> Values:
     """Convert the file of a split into the folder of all files and the split's name there, and a train file alone into
     its address.
     """
-    found = _DATA_FILE.fullmatch(given) if isinstance(given, str) else None
-    if found is None:
+    match = _DATA_FILE.fullmatch(given) if isinstance(given, str) else None
+    if match is None:
         return {}
-    split: Values = {f"{_SPLITS}{role}": found["stem"]}
+    split: Values = {f"{_SPLITS}{role}": match["stem"]}
     if role != "train":
         return split
-    scheme = found["scheme"] or "file://"
+    scheme = match["scheme"] or "file://"
     if not any(_OTHER_FILES.fullmatch(plain(name)) for name in beside):
         return {"spec.dataset.uri": f"{scheme}{str(given).removeprefix(scheme).removeprefix('./')}"}
-    folder = (found["folder"] or "").removeprefix("./").removesuffix("/") or ("/" if found["folder"] == "/" else "./")
+    folder = (match["folder"] or "").removeprefix("./").removesuffix("/") or ("/" if match["folder"] == "/" else "./")
     return {"spec.dataset.uri": f"{scheme}{folder}", **split}
 
 
@@ -254,10 +254,10 @@ def _claim_of(given: JsonValue, beside: Values, block: str) -> Values:
     """Convert a claim, with a path beside or below it, into the URI of a block."""
     if isinstance(given, dict):
         beside = {"claimName": given.get("name")} | given
-    claim = next((each for name, each in beside.items() if plain(name) in _CLAIM_NAMES), None)
+    claim = next((value for name, value in beside.items() if plain(name) in _CLAIM_NAMES), None)
     if not isinstance(claim, str) or not re.fullmatch(_CLAIM_NAME, claim):
         return {}
-    rest = str(next((each for name, each in beside.items() if plain(name) in _CLAIM_PATHS), "")).strip("/")
+    rest = str(next((value for name, value in beside.items() if plain(name) in _CLAIM_PATHS), "")).strip("/")
     return {f"spec.{block}.uri": f"pvc://{claim}/{rest}".rstrip("/")} if "://" not in rest else {}
 
 

@@ -44,24 +44,24 @@ def number_in(shape: Shape, leaf: str, text: str) -> float | int | None:
 def seconds_of(text: str) -> float | None:
     """Return the seconds of a duration or a period: `90m`, `every 2 hours`, `hourly`; None: it is neither."""
     words = text.strip().lower()
-    found = _PERIOD.fullmatch(_EVERY.sub("", _ADVERBS.get(words, words), count=1))
-    if found is None or found["unit"] not in _SECONDS or (found["number"] is None and len(found["unit"]) < _UNIT_WORD):
+    match = _PERIOD.fullmatch(_EVERY.sub("", _ADVERBS.get(words, words), count=1))
+    if match is None or match["unit"] not in _SECONDS or (match["number"] is None and len(match["unit"]) < _UNIT_WORD):
         return None
-    return float(found["number"] or 1) * _SECONDS[found["unit"]]
+    return float(match["number"] or 1) * _SECONDS[match["unit"]]
 
 
 def _numbers(text: str, leaf: str) -> Iterator[float | int]:
     timed = "seconds" in leaf.lower()
     if _NUMBER.fullmatch(text):
         yield from numbers_of(text)
-    if found := _PERCENT.fullmatch(text):
-        yield float(found[1]) / 100
+    if match := _PERCENT.fullmatch(text):
+        yield float(match[1]) / 100
     if timed and (seconds := seconds_of(text)) is not None:
         yield round(seconds * (1000 if "Milliseconds" in leaf else 1))
-    elif found := _MULTIPLE.fullmatch(text):
-        yield round(float(found[1]) * (1000 if found[2] in "kK" else 1_000_000))
-    elif not timed and (found := _COUNTED.fullmatch(text.lower())):
-        yield from numbers_of(found[1])
+    elif match := _MULTIPLE.fullmatch(text):
+        yield round(float(match[1]) * (1000 if match[2] in "kK" else 1_000_000))
+    elif not timed and (match := _COUNTED.fullmatch(text.lower())):
+        yield from numbers_of(match[1])
 
 
 def numbers_of(text: str) -> Iterator[float | int]:

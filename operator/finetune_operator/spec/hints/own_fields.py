@@ -59,10 +59,10 @@ def _meaning(name: str) -> frozenset[str]:
 @cache
 def fields_by_name() -> Mapping[str, tuple[str, ...]]:
     """Return the dotted paths of the spec's fields by their plain names, without those that have no behaviour yet."""
-    found: dict[str, list[str]] = {"spec": ["spec"]}
+    places_by_name: dict[str, list[str]] = {"spec": ["spec"]}
     for place, _ in _below(spec_shape(), "spec"):
-        found.setdefault(plain(place.rpartition(".")[2]), []).append(place)
-    return {name: tuple(places) for name, places in found.items()}
+        places_by_name.setdefault(plain(place.rpartition(".")[2]), []).append(place)
+    return {name: tuple(places) for name, places in places_by_name.items()}
 
 
 def _below(shape: Shape, path: str) -> Iterator[tuple[str, Shape]]:
@@ -78,7 +78,7 @@ def namesakes(path: Sequence[PathPart]) -> tuple[str, ...]:
     nearest ones, that is, those that share most steps with the path, and of these the highest ones.
     """
     *above, name = map(str, path)
-    places = [each for each in fields_by_name().get(plain(name), ()) if each.split(".")[:-1] != above]
+    places = [place for place in fields_by_name().get(plain(name), ()) if place.split(".")[:-1] != above]
     return _nearest(places, above)
 
 
@@ -102,15 +102,15 @@ def field_by_words(path: Sequence[PathPart]) -> str | None:
     """
     words, above = _meaning(str(path[-1])), tuple(map(str, path[:-1]))
     for inside in (True, False) if len(above) > 1 else (False,):
-        found = [
+        places = [
             place
             for steps, place, whole, last in _words_of_fields()
             if words & last and words <= whole and (not inside or steps[: len(above)] == above)
         ]
-        if not inside and len(words) == 1 and len(found) > 1:
+        if not inside and len(words) == 1 and len(places) > 1:
             return None
-        least = min((place.count(".") for place in found), default=0)
-        nearest = [place for place in found if place.count(".") == least]
+        least = min((place.count(".") for place in places), default=0)
+        nearest = [place for place in places if place.count(".") == least]
         if len(nearest) == 1:
             return nearest[0]
     return None
@@ -147,8 +147,8 @@ def has_fields(field: str, value: Mapping[str, JsonValue]) -> bool:
 def shares_fields(field: str, value: Mapping[str, JsonValue]) -> bool:
     """Return True if an object has a field, in any spelling, that ours at the dotted path has."""
     shape = shape_at(field)
-    own = shape.body.fields if shape is not None and isinstance(shape.body, Fields) else {}
-    return bool(set(map(plain, own)) & set(map(plain, value)))
+    fields = shape.body.fields if shape is not None and isinstance(shape.body, Fields) else {}
+    return bool(set(map(plain, fields)) & set(map(plain, value)))
 
 
 @dataclass(frozen=True)

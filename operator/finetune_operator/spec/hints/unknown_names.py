@@ -67,9 +67,9 @@ def unknown_name(path: Sequence[PathPart], value: JsonValue, names: Sequence[str
     `around`: other fields of the job; None: the object belongs to no job.
     """
     name = str(path[-1])
-    own = {plain(known): known for known in names}
-    if plain(name) in own:
-        return Rename(own[plain(name)])
+    spellings = {plain(known): known for known in names}
+    if plain(name) in spellings:
+        return Rename(spellings[plain(name)])
     hint = None
     if around is not None:
         try:
@@ -179,11 +179,11 @@ def _relocated(hint: Hint, path: Sequence[PathPart]) -> Hint:
     """Return the hint with columns and splits of `predict.dataset`, if the field stands there."""
     if not isinstance(hint, SetTo) or tuple(path[:2]) != ("spec", "predict"):
         return hint
-    own = "spec.dataset." if len(path) > 3 else _COLUMNS
+    prefix = "spec.dataset." if len(path) > 3 else _COLUMNS
     if path[2] == "dataset" and "spec.dataset.splits.train" in hint.fields and str(path[-1]) == "split":
         return SetTo({"spec.predict.dataset.splits.test": hint.fields["spec.dataset.splits.train"]})
     fields = {
-        f"spec.predict.{field.removeprefix('spec.')}" if field.startswith(own) else field: value
+        f"spec.predict.{field.removeprefix('spec.')}" if field.startswith(prefix) else field: value
         for field, value in hint.fields.items()
     }
     return replace(hint, fields=fields)
@@ -283,9 +283,9 @@ def _by_row(row: NameRow, path: Sequence[PathPart], value: JsonValue, around: Ar
         return f"set {row.field}"  # The value is not repeated.
     above, _, leaf = row.field.rpartition(".")
     places = [place for place in (row.field, above) if not dotted(path).startswith(f"{place}.")]
-    own = next((place for place in places if isinstance(value, dict) and has_fields(place, value)), None)
-    if own is not None and (row.value is None or row.value == {}):
-        return _placed(own, path, row)
+    counterpart = next((place for place in places if isinstance(value, dict) and has_fields(place, value)), None)
+    if counterpart is not None and (row.value is None or row.value == {}):
+        return _placed(counterpart, path, row)
     if row.value is not None and row.value != {}:
         fields = {row.field: row.value, **(inside.fields if inside else {})}
         return SetTo(fields, inside.note if inside else row.note)
@@ -319,12 +319,12 @@ def content(path: Sequence[PathPart], value: Mapping[str, JsonValue], around: Ar
     fields: dict[str, JsonValue] = {}
     left: list[str] = []
     for name, given in islice(value.items(), _MOST_INSIDE):
-        found = translated((*path, name), given, replace(around, beside=value))
-        for field, each in found.items():
+        translation = translated((*path, name), given, replace(around, beside=value))
+        for field, new in translation.items():
             total = fields.get(field)
-            counted = field == _NODES and isinstance(total, int) and isinstance(each, int) and "Launcher" not in path
-            fields[field] = total + each if counted and isinstance(total, int) and isinstance(each, int) else each
-        if not found:
+            counted = field == _NODES and isinstance(total, int) and isinstance(new, int) and "Launcher" not in path
+            fields[field] = total + new if counted and isinstance(total, int) and isinstance(new, int) else new
+        if not translation:
             left.append(name)
     note = f"not translated: {', '.join(left)}" if left else ""
     return SetTo(fields, note) if fields else None
@@ -355,11 +355,11 @@ def translated(path: Sequence[PathPart], given: JsonValue, around: Around) -> Ma
     shape = None if place is None else shape_at(place)
     if place is not None and shape is not None and isinstance(first, dict) and isinstance(shape.body, Map):
         return {place: first}
-    own = place is not None and isinstance(first, dict) and has_fields(place, first)
-    if isinstance(first, dict) and not own:
+    fits = place is not None and isinstance(first, dict) and has_fields(place, first)
+    if isinstance(first, dict) and not fits:
         inner = content(path, first, around)
         return {} if inner is None else inner.fields
-    accepted = first if own else None if place is None else fitting(place, given)
+    accepted = first if fits else None if place is None else fitting(place, given)
     if place is not None and shape is not None and isinstance(accepted, dict) and not shape.words:
-        return {f"{place}.{field}": each for field, each in accepted.items()}
+        return {f"{place}.{field}": part for field, part in accepted.items()}
     return {} if place is None or accepted is None else {place: accepted}

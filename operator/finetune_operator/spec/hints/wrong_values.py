@@ -142,22 +142,22 @@ def meant(shape: Shape, field: str, value: JsonValue, around: Around = NOTHING_A
         return gpus
     match shape.body:
         case Number(integer, minimum):
-            found = _number(shape, leaf, value, minimum if integer else None)
+            hint = _number(shape, leaf, value, minimum if integer else None)
         case Boolean():
             switch = _SWITCHES.get(value.lower()) if isinstance(value, str) else None
-            found = "write true or false" if switch is None else ReplaceBy(switch)
+            hint = "write true or false" if switch is None else ReplaceBy(switch)
         case Text():
-            found = _text(shape.body, field, value)
+            hint = _text(shape.body, field, value)
         case Items(item):
-            found = _list(shape, item, leaf, value)
+            hint = _list(shape, item, leaf, value)
         case Fields(fields):
             works_here = {name: inner for name, inner in fields.items() if _works(f"{field}.{name}")}
-            found = _object(shape, works_here, field, value, around)
+            hint = _object(shape, works_here, field, value, around)
         case Map():
-            found = _free_object(leaf, value)
+            hint = _free_object(leaf, value)
         case _:
-            found = None
-    return found or _word(shape, field, value)
+            hint = None
+    return hint or _word(shape, field, value)
 
 
 def _works(field: str) -> bool:
@@ -183,8 +183,8 @@ def _number(shape: Shape, leaf: str, value: JsonValue, minimum: float | None) ->
 
 def _text(body: Text, field: str, value: JsonValue) -> Hint | None:
     match value:
-        case str() if body.quantity and (found := _UNITS.fullmatch(value.strip())):
-            number, unit, binary = found.groups()
+        case str() if body.quantity and (size := _UNITS.fullmatch(value.strip())):
+            number, unit, binary = size.groups()
             decimal = "k" if unit in "kK" else unit.upper()
             if binary:
                 return ReplaceBy(f"{number}{unit.upper()}i")
@@ -211,16 +211,16 @@ def _list(shape: Shape, item: Shape, leaf: str, value: JsonValue) -> Hint | None
         case dict() if not value and not shape.required:
             return Drop()
         case dict() if leaf == "env" and value and not any(map(is_secret_name, value)):
-            texts = {name: each if isinstance(each, str) else json.dumps(each) for name, each in value.items()}
+            texts = {name: given if isinstance(given, str) else json.dumps(given) for name, given in value.items()}
             return ReplaceBy([{"name": name, "value": text} for name, text in texts.items()])
         case dict() if not isinstance(item.body, Text):
             asked = "make it a list: put a dash before its first field, and indent the others below that"
             return ReplaceBy([value], words=asked) if value else "write a list"
         case dict():
-            readings = [*(each for each in value.values() if isinstance(each, list)), list(value.values())]
+            readings = [*(inner for inner in value.values() if isinstance(inner, list)), list(value.values())]
         case _:
             readings = [[value]]
-    return next((ReplaceBy(each) for each in readings if accepts(shape, each)), None)
+    return next((ReplaceBy(reading) for reading in readings if accepts(shape, reading)), None)
 
 
 def _object(shape: Shape, fields: Mapping[str, Shape], field: str, value: JsonValue, around: Around) -> Hint | None:
@@ -259,7 +259,7 @@ def _object(shape: Shape, fields: Mapping[str, Shape], field: str, value: JsonVa
 def _object_in_list(shape: Shape, fields: Mapping[str, Shape], field: str, value: list[JsonValue]) -> Hint | None:
     """Return the hint for a list in place of an object."""
     if field.endswith(".splits") and value and set(map(str, value)) <= set(fields):
-        return ReplaceBy({str(each): each for each in value})
+        return ReplaceBy({str(split): split for split in value})
     if not value:
         return "write its fields in place of the brackets" if shape.required else Drop()
     if len(value) > 1 and "splits" in fields:
@@ -292,12 +292,12 @@ def _implied(fields: Mapping[str, Shape], field: str, value: JsonValue) -> Repla
     """
     for name, inner in fields.items():
         row = find_value(f"{field}.{name}", value)
-        beside = {each.rpartition(".")[2]: given for each, given in row.sets.items()} if row is not None else {}
+        beside = {place.rpartition(".")[2]: given for place, given in row.sets.items()} if row is not None else {}
         # The default of a field says nothing about the object.
         if beside and beside.keys() <= fields.keys() and not (beside.get(name) == "auto" and value is True):
             return ReplaceBy(beside)
         word = next((word for word in inner.words if isinstance(value, str) and plain(word) == plain(value)), None)
-        alone = sum(word in each.words for each in fields.values()) == 1
+        alone = sum(word in shape.words for shape in fields.values()) == 1
         if word is not None and (alone or word not in ("auto", "none")):
             return ReplaceBy({name: word})
     readings: list[JsonValue] = []
@@ -316,8 +316,8 @@ def _free_object(leaf: str, value: JsonValue) -> Hint | None:
         case str() if re.search(r"\.(json|ya?ml)$", value):
             strategy = ", and set spec.parallelism.strategy to deepspeed" if leaf == "deepspeedConfig" else ""
             return f"write the fields of that file here{strategy}"
-        case list() if leaf == "labels" and value and all(isinstance(each, str) for each in value):
-            return ReplaceBy({str(at): each for at, each in enumerate(value)})
+        case list() if leaf == "labels" and value and all(isinstance(label, str) for label in value):
+            return ReplaceBy({str(at): label for at, label in enumerate(value)})
     return None
 
 
@@ -325,10 +325,10 @@ def _gpus(value: str, leaf: str) -> Hint | None:
     """Return the hint for a product of GPUs, with or without their number, in place of the field `leaf`."""
     if leaf == "accelerator" and plain(value) in ("amd", "rocm"):
         return ReplaceBy({"resource": "amd.com/gpu"})
-    found = _GPUS.fullmatch(value.strip())
-    if found is None or not _GPU_WORD.search(found["product"]):
+    match = _GPUS.fullmatch(value.strip())
+    if match is None or not _GPU_WORD.search(match["product"]):
         return None
-    product, count = found["product"].strip().replace(" ", "-"), found["before"] or found["after"]
+    product, count = match["product"].strip().replace(" ", "-"), match["before"] or match["after"]
     if count is None and leaf == "accelerator":
         return ReplaceBy({"product": product})
     return SetTo({"spec.resources.accelerator.product": product, "spec.resources.gpusPerNode": int(count or 1)})
@@ -365,7 +365,7 @@ def missing(shape: Shape, path: Sequence[PathPart], schemes: Sequence[str] | Non
         return f"write it with {' and '.join(needed)} below it{example}"
     if is_uri(shape):
         prefixes = [f"{scheme}://" for scheme in served_schemes(dotted(path[1:]), schemes)]
-        example = next((each for each in _EXAMPLES if each.startswith(tuple(prefixes))), "")
+        example = next((uri for uri in _EXAMPLES if uri.startswith(tuple(prefixes))), "")
         return f"set it to a URI that begins with {listed(prefixes)}" + (f", e.g. {example}" if example else "")
     meaning = shape.description.removesuffix("Required.").strip().removesuffix(".")
     begin = meaning[:1] if meaning[1:2].isupper() else meaning[:1].lower()

@@ -56,17 +56,17 @@ def predicate(text: str) -> Callable[[object], bool]:
 
 def _alternatives(tokens: list[str]) -> list[list[str]]:
     """Return the operands of `||` outside of brackets; the whole where a condition stands there."""
-    found: list[list[str]] = [[]]
+    alternatives: list[list[str]] = [[]]
     depth = 0
     for token in tokens:
         depth += (token in ("(", "[")) - (token in (")", "]"))
         if token == "?" and not depth:
             return [tokens]
         if token == "||" and not depth:
-            found.append([])
+            alternatives.append([])
         else:
-            found[-1].append(token)
-    return found
+            alternatives[-1].append(token)
+    return alternatives
 
 
 def _read(tokens: list[str]) -> Expression:
@@ -169,11 +169,11 @@ class _Reader:
         return lambda scope: method(value(scope), *(argument(scope) for argument in arguments))
 
     def _arguments(self, end: str) -> list[Expression]:
-        found: list[Expression] = []
+        arguments: list[Expression] = []
         while not self._take(end):
-            found.append(self.expression())
+            arguments.append(self.expression())
             self._take(",")
-        return found
+        return arguments
 
 
 def _compute(sign: Callable[[Any, Any], Any], left: Expression, right: Expression, scope: Scope) -> Any:
@@ -188,4 +188,4 @@ def _over_items(
     macro: Callable[[list[Any], list[bool]], Any], value: Expression, item: str, holds: Expression, scope: Scope
 ) -> Any:
     items = list(value(scope))
-    return macro(items, [bool(holds({**scope, item: each})) for each in items])
+    return macro(items, [bool(holds({**scope, item: element})) for element in items])

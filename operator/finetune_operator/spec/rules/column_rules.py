@@ -40,7 +40,7 @@ TARGETS: Mapping[str, tuple[tuple[str, str], ...]] = {
 """Task -> pairs of roles (input, target) that must not share one column."""
 
 
-def _apart() -> tuple[tuple[str, str, str], ...]:
+def _role_pairs() -> tuple[tuple[str, str, str], ...]:
     """Return the pairs of roles in `TARGETS`, each with CEL: the two have different columns, or the task is another."""
 
     def name(role: str) -> str:
@@ -57,12 +57,12 @@ def _apart() -> tuple[tuple[str, str, str], ...]:
 
 def columns_differ() -> str:
     """Return CEL: no input of the task has the column of its target."""
-    return f"!has(self.dataset) || ({' && '.join(f'({cel})' for _, _, cel in _apart())})"
+    return f"!has(self.dataset) || ({' && '.join(f'({cel})' for _, _, cel in _role_pairs())})"
 
 
 def leak_advice(spec: FineTuneJobSpec) -> str:
     """Return the hint for an input and a target that share a column."""
-    shared = next(f"{one} and {other}" for one, other, cel in _apart() if not predicate(cel)(spec))
+    shared = next(f"{one} and {other}" for one, other, cel in _role_pairs() if not predicate(cel)(spec))
     return f"name two columns: {shared} are the same"
 
 
@@ -74,11 +74,11 @@ def _column_advice(spec: FineTuneJobSpec, column: str, tasks: tuple[Task, ...], 
     if spec.task == "question-answering" and written:
         return "set spec.task to text-generation: question-answering extracts answers from a column context"
     read = f"{spec.task} reads {', '.join(name for name, readers in COLUMN_TASKS.items() if spec.task in readers)}"
-    own, given = column_called(spec.task, column), value_of(spec, f"{block}.columns.{column}")
-    if own in (None, column) or value_of(spec, f"{block}.columns.{own}") is not None:
+    counterpart, given = column_called(spec.task, column), value_of(spec, f"{block}.columns.{column}")
+    if counterpart in (None, column) or value_of(spec, f"{block}.columns.{counterpart}") is not None:
         return f"leave it out, or set spec.task to {' or '.join(tasks)}; {read}"
     name = describe_value(given, (column,)).strip('"')
-    return f"set spec.{block}.columns.{own} to {name}, and leave spec.{block}.columns.{column} out: {read}"
+    return f"set spec.{block}.columns.{counterpart} to {name}, and leave spec.{block}.columns.{column} out: {read}"
 
 
 def _column_rule(column: str, tasks: tuple[Task, ...], block: str) -> Rule:

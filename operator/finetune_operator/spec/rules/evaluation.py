@@ -26,7 +26,7 @@ def near_metric(name: str, known: Sequence[str]) -> str | None:
     """Return the task's metric that an unknown name means: `eval_accuracy`, `f1_macro` and the like."""
     from finetune_operator.spec.hints.foreign_table import other_metric_names
 
-    names = {each.lower(): each for each in known}
+    names = {metric.lower(): metric for metric in known}
     bare = name.lower().removeprefix("eval_").replace("-", "_")
     bare = other_metric_names().get(bare, bare)
     candidates = [bare, *re.split(r"[_/@ ]", bare), *get_close_matches(bare, names, n=1)]

@@ -19,7 +19,7 @@ def _degrees_advice(spec: FineTuneJobSpec) -> str:
     parallelism, world = spec.parallelism, world_size(spec) or 0
     degrees = {"tensor": parallelism.tensor, "pipeline": parallelism.pipeline.degree, "sequence": parallelism.sequence}
     product = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
-    smaller = max((each for each in range(1, parallelism.replica_ranks + 1) if world % each == 0), default=1)
+    smaller = max((divisor for divisor in range(1, parallelism.replica_ranks + 1) if world % divisor == 0), default=1)
     return f"{world} processes are not a multiple of {product}: use a product that divides {world}, e.g. {smaller}"
 
 
@@ -42,8 +42,8 @@ QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")
 def secondary_shards(parallelism: ParallelismSpec) -> int:
     """Return the number of processes that share a secondary partition of the parameters; 1: there is none."""
     keys = parallelism.deepspeed_config.get("zero_optimization")
-    found = keys.get(HPZ, 1) if isinstance(keys, dict) else 1
-    return found if isinstance(found, int) and found > 0 else 1
+    shards = keys.get(HPZ, 1) if isinstance(keys, dict) else 1
+    return shards if isinstance(shards, int) and shards > 0 else 1
 
 
 def _zero_plus_plus_works(spec: FineTuneJobSpec) -> bool:

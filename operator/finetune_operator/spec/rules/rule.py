@@ -83,12 +83,12 @@ def chosen(path: str, *values: str | bool) -> str:
     """Return CEL: the field has one of these values; without values, any but its default, of a block in some field."""
     steps = _steps(path)
     place, field = steps[-1]
-    terms = [f"has({each})" for each, info in steps if info.default is None or isinstance(info.default, tuple | dict)]
+    terms = [f"has({step})" for step, info in steps if info.default is None or isinstance(info.default, tuple | dict)]
     if values:
         terms.append(f"{place} in [{', '.join(_literal(value) for value in values)}]")
     elif isinstance(field.default, BaseModel):
         inner = (f"{path}.{name}" for name in map(to_camel, type(field.default).model_fields))
-        terms.append(f"({' || '.join(chosen(each) for each in inner if each not in UNREADABLE)})")
+        terms.append(f"({' || '.join(chosen(nested) for nested in inner if nested not in UNREADABLE)})")
     elif isinstance(field.default, tuple | dict):
         terms.append(f"size({place}) > 0")
     elif field.default is not None and not field.is_required():

@@ -75,7 +75,7 @@ def _passes_advice(spec: FineTuneJobSpec) -> str:
     return f"set it to auto or to a divisor of {passed}, the micro-batches per replica and step"
 
 
-def _every_is_one(spec: FineTuneJobSpec) -> bool:
+def _has_one_interval(spec: FineTuneJobSpec) -> bool:
     every = spec.checkpoints.every
     return not isinstance(every, CheckpointEverySpec) or (every.steps is None) != (every.minutes is None)
 
@@ -135,7 +135,7 @@ RULES: tuple[Rule, ...] = (
         None,
         "takes exactly one of steps and minutes",
         "remove one of the two, or write auto",
-        test=_every_is_one,
+        test=_has_one_interval,
         reads=("checkpoints.every",),
         schema={"maxProperties": 1},
     ),

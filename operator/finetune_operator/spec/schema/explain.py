@@ -55,7 +55,7 @@ class Field:
     def data(self, *, recursive: bool) -> dict[str, JsonValue]:
         """Return the field for `-o json`, with its inner fields: recursively, or without their own fields."""
         bounds = ("default", "enum", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern")
-        found: dict[str, JsonValue] = {
+        entry: dict[str, JsonValue] = {
             "field": self.path,
             "type": self.type,
             "required": self.required,
@@ -63,10 +63,10 @@ class Field:
             **{name: self.schema[name] for name in bounds if name in self.schema},
         }
         if self.fields:
-            found["fields"] = [
+            entry["fields"] = [
                 field.data(recursive=True) if recursive else _without_fields(field) for field in self.fields
             ]
-        return found
+        return entry
 
 
 def _without_fields(field: Field) -> dict[str, JsonValue]:
@@ -80,16 +80,16 @@ def find_field(written: str) -> Field:
     parts = [part for part in _PARTS.split(written) if part]
     if parts and parts[0].lower() in (SINGULAR, PLURAL, SHORT_NAME, f"{PLURAL}.{GROUP}"):
         parts = parts[1:]
-    found = _root()
-    top = {field.name for field in found.fields}
+    current = _root()
+    top = {field.name for field in current.fields}
     if parts and parts[0] not in top:
         parts = ["spec", *parts]
     for place, part in enumerate(parts):
-        inner = {field.name: field for field in found.fields}
+        inner = {field.name: field for field in current.fields}
         if part not in inner:
-            raise NoSuchFieldError(_not_found(found, part, [*parts[:place]], top))
-        found = inner[part]
-    return found
+            raise NoSuchFieldError(_not_found(current, part, [*parts[:place]], top))
+        current = inner[part]
+    return current
 
 
 @cache
@@ -178,20 +178,20 @@ def _lines(field: Field, *, recursive: bool) -> Iterator[str]:
 
 
 def _field_list(field: Field) -> Iterator[str]:
-    for each in field.fields:
-        yield f"  {each.name}\t<{each.type}>{_required_mark(each)}"
-        if "enum" in each.schema:
-            yield f"  enum: {', '.join(map(str, each.schema['enum']))}"
-        yield from _wrapped(each.description or "<no description>")
+    for inner in field.fields:
+        yield f"  {inner.name}\t<{inner.type}>{_required_mark(inner)}"
+        if "enum" in inner.schema:
+            yield f"  enum: {', '.join(map(str, inner.schema['enum']))}"
+        yield from _wrapped(inner.description or "<no description>")
         yield ""
 
 
 def _tree(field: Field, indent: int) -> Iterator[str]:
-    for each in field.fields:
-        yield f"{' ' * indent}{each.name}\t<{each.type}>{_required_mark(each)}"
-        if "enum" in each.schema:
-            yield f"{' ' * indent}enum: {', '.join(map(str, each.schema['enum']))}"
-        yield from _tree(each, indent + 2)
+    for inner in field.fields:
+        yield f"{' ' * indent}{inner.name}\t<{inner.type}>{_required_mark(inner)}"
+        if "enum" in inner.schema:
+            yield f"{' ' * indent}enum: {', '.join(map(str, inner.schema['enum']))}"
+        yield from _tree(inner, indent + 2)
 
 
 def _required_mark(field: Field) -> str:

@@ -35,9 +35,9 @@ def lacking(document: Mapping[str, Any]) -> tuple[str, ...]:
         return ()
     own = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     return tuple(
-        found
+        difference
         for part in ("spec", "status")
-        for found in _differences(part, own["properties"][part], served.get("properties", {}).get(part, {}))
+        for difference in _differences(part, own["properties"][part], served.get("properties", {}).get(part, {}))
     )
 
 
@@ -55,9 +55,9 @@ def listed(differences: tuple[str, ...]) -> str:
 def _served(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
     schemas = document.get("components", {}).get("schemas", {})
     for schema in schemas.values():
-        if any(each.get("kind") == KIND for each in schema.get(_KIND_KEY, ())):
-            found: Mapping[str, Any] = schema
-            return found
+        if any(gvk.get("kind") == KIND for gvk in schema.get(_KIND_KEY, ())):
+            served: Mapping[str, Any] = schema
+            return served
     return None
 
 

@@ -36,5 +36,5 @@ def document(name: Literal["foreign_names.yaml", "deepspeed_keys.yaml"]) -> dict
     import yaml  # for a job with problems or with keys of DeepSpeed only
 
     loader: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-    found: dict[str, Any] = yaml.load(text(name), Loader=loader)
-    return found
+    content: dict[str, Any] = yaml.load(text(name), Loader=loader)
+    return content

@@ -35,5 +35,5 @@ def types_of(product: str) -> tuple[str, ...]:
 
 def gpus_of(machine_type: str) -> int | None:
     """Return the number of GPUs of a machine; None if the table lacks the type."""
-    found = _types().get(machine_type)
-    return None if found is None else found[0]
+    row = _types().get(machine_type)
+    return None if row is None else row[0]
