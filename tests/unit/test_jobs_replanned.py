@@ -208,7 +208,7 @@ def test_resumed_checkpoints_belong_to_the_same_training_after_a_new_plan():
     ends(world, less)
     before, after = ordered(world, 1), ordered(world, 2)
     assert (before.device, before != after) != (after.device, False)
-    assert identity(before, "f00d") == identity(after, "f00d")
+    assert identity(before, "f00d", {}) == identity(after, "f00d", {})
     assert json.loads(world.configuration("reviews-train-2"))["device"]["source"] == "measured"
 
 

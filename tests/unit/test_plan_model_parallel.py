@@ -329,11 +329,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str, str]] = {
     ),
     "a world that the degrees do not divide": (
         {"parallelism": {"tensor": 2, "pipeline": {"degree": 3}}}, LLAMA,
-        "spec.parallelism.tensor", "times pipeline.degree must divide the number of processes",
+        "spec.parallelism", "a product of tensor, pipeline.degree and sequence that divides the number of processes",
     ),
     "processes that the degrees do not divide": (
         {"parallelism": {"tensor": 2, "pipeline": {"degree": 3}}, "resources": {"processesPerNode": 4}}, LLAMA,
-        "spec.resources.processesPerNode", "must be a multiple of tensor x pipeline x sequence",
+        "spec.parallelism", "a product of tensor, pipeline.degree and sequence that divides the number of processes",
     ),
 }  # fmt: skip
 
