@@ -231,17 +231,17 @@ def answers_to(table: pa.Table, answerer: Answerer, schema: pa.Schema) -> pa.Tab
         return schema.empty_table()
     rows = rows_of_table(table)
     shard = RowShard(ShardKey(0, 0), "the DataFrame", len(table), lambda: rows)
-    found = answerer.answers(shard, rows, NoProgress())
+    answers = answerer.answers(shard, rows, NoProgress())
     reasons: list[str | None] = [None] * len(table)
-    for row in found.bad_rows:
+    for row in answers.bad_rows:
         reasons[row.number] = row.reason
     names = schema.names[:-1]
-    if not len(found.table):
+    if not len(answers.table):
         nothing = {name: pa.nulls(len(table), schema.field(name).type) for name in names}
         return pa.table({**nothing, REASON: reasons}, schema=schema)
     place = np.full(len(table), -1)
-    place[found.table[ROW].to_numpy()] = np.arange(len(found.table))
-    taken = found.table.select(names).take(pa.array(place, mask=place < 0))
+    place[answers.table[ROW].to_numpy()] = np.arange(len(answers.table))
+    taken = answers.table.select(names).take(pa.array(place, mask=place < 0))
     return taken.append_column(REASON, pa.array(reasons, pa.string())).cast(schema)
 
 
@@ -280,20 +280,22 @@ class _Batches:
         columns = dict(answerer.requested.columns)
         for batch in batches:
             given = batch if isinstance(batch, tuple) else (batch,)
-            table = pa.table({columns[role]: _arrow(role, each) for role, each in zip(self._roles, given, strict=True)})
+            table = pa.table(
+                {columns[role]: _arrow(role, series) for role, series in zip(self._roles, given, strict=True)}
+            )
             yield _frame(answers_to(table, answerer, schema))
 
 
 def _arrow(role: str, values: pd.Series) -> pa.Array:
-    found = pa.array([_plain(value) for value in values], from_pandas=True)
+    array = pa.array([_plain(value) for value in values], from_pandas=True)
     # A missing value is null, also where all rows of a batch lack one
-    return found.cast(_LISTS.get(role, pa.string())) if pa.types.is_null(found.type) else found
+    return array.cast(_LISTS.get(role, pa.string())) if pa.types.is_null(array.type) else array
 
 
 def _plain(value: Any) -> Any:
     """Convert for Arrow: Spark passes arrays as NumPy's, and structs as tuples with names."""
     if isinstance(value, np.ndarray | list):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return value.asDict(recursive=True) if hasattr(value, "asDict") else value
 
 

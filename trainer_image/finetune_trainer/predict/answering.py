@@ -97,17 +97,17 @@ class Answerer:
         """
         failures: dict[int, StageError] = {}
         inputs = self.encoder.task.encoding.inputs(self.requested.columns)
-        kept, found = self._encoded_rows(rows, failures)
-        if found is None:
+        kept, encoded = self._encoded_rows(rows, failures)
+        if encoded is None:
             return ShardAnswers(pa.table({}), _all_bad(rows, failures), 0)
-        table, features, truncated = found
+        table, features, truncated = encoded
         split = self.split(table, features, inputs)
         answers = self.answered(split, progress, self.forward, seed_of(self.job.seed, shard.key))
         answered = self.encoder.task.description.predictions(answers, split, slice(0, split.rows))
         numbers = pa.array(rows.numbers[np.asarray(kept)])
         copies = {name: table[column] for name, column in self.requested.copies.items() if column in table.column_names}
-        own = dict(zip(answered.column_names, answered.columns, strict=True))
-        whole = pa.table({ROW: numbers, **copies, **own})
+        predicted = dict(zip(answered.column_names, answered.columns, strict=True))
+        whole = pa.table({ROW: numbers, **copies, **predicted})
         refused = _refused(answers, split)
         if refused:
             failures |= {kept[at]: error for at, error in refused.items()}
@@ -122,8 +122,8 @@ class Answerer:
         """
         inputs = self.encoder.task.encoding.inputs(self.requested.columns)
 
-        def encoded_of(chosen: Sequence[int]) -> tuple[pa.Table, FeatureSet, int]:
-            table = rows.checked(chosen, self._check)
+        def encoded_of(indices: Sequence[int]) -> tuple[pa.Table, FeatureSet, int]:
+            table = rows.checked(indices, self._check)
             features, truncated = self.encoder.features(table, inputs)
             return table, features, truncated
 
@@ -165,8 +165,8 @@ class Answerer:
         task = self.encoder.task
 
         def answers(forward: Substitute | None) -> list[dict[str, Any]]:
-            found = self.answered(split, NoProgress(), forward, self.job.seed, halves=forward is None)
-            rows: list[dict[str, Any]] = task.description.predictions(found, split, slice(0, split.rows)).to_pylist()
+            answered = self.answered(split, NoProgress(), forward, self.job.seed, halves=forward is None)
+            rows: list[dict[str, Any]] = task.description.predictions(answered, split, slice(0, split.rows)).to_pylist()
             return rows
 
         return Sample(
@@ -175,8 +175,8 @@ class Answerer:
 
     def _tokens(self, rows: Sequence[Mapping[str, Any]]) -> int:
         """Return the number of generated tokens, without special ones."""
-        found = self.encoder.coding.tokenizer([row[WRITTEN] for row in rows], add_special_tokens=False)["input_ids"]
-        return sum(map(len, found))
+        ids = self.encoder.coding.tokenizer([row[WRITTEN] for row in rows], add_special_tokens=False)["input_ids"]
+        return sum(map(len, ids))
 
     def _collated(self, split: PreparedSplit) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the model's inputs for all features, without labels; of a task that writes, the prompts."""
@@ -248,9 +248,9 @@ class Answerer:
             return None
         inputs = self.encoder.task.encoding.inputs(self.requested.columns)
         for shard in shards:
-            kept, found = self._encoded_rows(shard.read(), {})
-            if kept and found is not None:
-                table, features, _ = found
+            kept, encoded = self._encoded_rows(shard.read(), {})
+            if kept and encoded is not None:
+                table, features, _ = encoded
                 split, tokenizer = self.split(table, features, inputs), self.encoder.coding.tokenizer
                 if alone:
                     return self._halved_tokens(split, forward)
@@ -304,8 +304,10 @@ def seed_of(seed: int, key: ShardKey) -> int:
 
 def _refused(answers: Sequence[Answer], split: PreparedSplit) -> dict[int, StageError]:
     """Return the rows that a server has not answered, with the reason."""
-    found = {at: answers[each[-1]].get(REFUSED) for at, each in enumerate(split.features_by_row)}
-    return {at: StageError(FailureClass.DATA, str(why[0]), str(why[1])) for at, why in found.items() if why is not None}
+    reasons = {at: answers[features[-1]].get(REFUSED) for at, features in enumerate(split.features_by_row)}
+    return {
+        at: StageError(FailureClass.DATA, str(why[0]), str(why[1])) for at, why in reasons.items() if why is not None
+    }
 
 
 def _all_bad(rows: ShardRows, failures: Mapping[int, StageError]) -> tuple[BadRow, ...]:

@@ -169,20 +169,20 @@ def check_gate(gate: Gate, measured: Mapping[str, float], where: str) -> None:
 
 def _samples(job: TrainerJob, task: TaskParts, split: PreparedSplit, answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """Return rows for the report, with the inputs that they were judged by."""
-    found = task.scoring.samples(answers, split, _SAMPLES)
-    if not found:
+    samples = task.scoring.samples(answers, split, _SAMPLES)
+    if not samples:
         return []
     assert job.dataset is not None
     # Not all columns of the split, which also holds those that predictions copy.
     names = list(task.encoding.inputs(job.dataset.columns).values())
     raw = split.raw().select_columns(names)
-    return [{**sample, "text": [_shown(raw[sample["row"]][name]) for name in names]} for sample in found]
+    return [{**sample, "text": [_shown(raw[sample["row"]][name]) for name in names]} for sample in samples]
 
 
 def _shown(value: object) -> str:
     """Join the words of a list; write a conversation as `role: content`."""
     if isinstance(value, list):
-        return " ".join(f"{each['role']}: {each['content']}" if _is_message(each) else str(each) for each in value)
+        return " ".join(f"{item['role']}: {item['content']}" if _is_message(item) else str(item) for item in value)
     return str(value)
 
 

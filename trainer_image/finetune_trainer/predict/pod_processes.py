@@ -56,13 +56,13 @@ class BatchShare:
         if self.count == 1:
             return answers if self.group.leads else None
         mine = [(at, answer) for at, answer in enumerate(answers) if answer]
-        found = gathered_on_first(mine)
-        if found is None:
+        all_shares = gathered_on_first(mine)
+        if all_shares is None:
             return None
-        shares = found[:: self.group.size]
+        shares = all_shares[:: self.group.size]
         log.info("Rows answered by each process: %s.", ", ".join(f"{len(share):,}" for share in shares))
         every: list[Answer] = [{}] * len(answers)
-        for at, answer in (each for share in found for each in share):
+        for at, answer in (entry for share in all_shares for entry in share):
             every[at] = {**every[at], **answer}
         return every
 

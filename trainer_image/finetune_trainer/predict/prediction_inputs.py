@@ -106,22 +106,22 @@ def copied_columns(job: TrainerJob, output: Output) -> dict[str, str]:
     requested = job.predict
     if requested is None:
         return {}
-    own = {FILE, POSITION, ROW} if isinstance(output, FolderOutput) else {ROW}
-    own |= set(task_of(job).description.answer_columns)
+    taken = {FILE, POSITION, ROW} if isinstance(output, FolderOutput) else {ROW}
+    taken |= set(task_of(job).description.answer_columns)
     identity = {ID: requested.id_column} if requested.id_column is not None else {}
     columns = [column for column in requested.columns if identity.get(column) != column]
-    return {**identity, **_output_names(columns, {*own, *identity})}
+    return {**identity, **_output_names(columns, {*taken, *identity})}
 
 
-def _output_names(columns: Sequence[str], own: Collection[str]) -> dict[str, str]:
-    """Return the column of the output -> the column of the input; names in `own` are taken."""
-    names = {f"input_{column}" if column in own else column: column for column in columns}
+def _output_names(columns: Sequence[str], taken: Collection[str]) -> dict[str, str]:
+    """Return the column of the output -> the column of the input; names in `taken` get a prefix."""
+    names = {f"input_{column}" if column in taken else column: column for column in columns}
     if len(names) < len(set(columns)):
         raise StageError(
             FailureClass.CONFIG,
             "ColumnNameTaken",
             f"predict.columns {', '.join(columns)} would write a column name twice ("
-            f"{', '.join(f'input_{column}' if column in own else column for column in columns)}).",
+            f"{', '.join(f'input_{column}' if column in taken else column for column in columns)}).",
             "Rename one of the columns in the data, or do not copy it.",
         )
     return names

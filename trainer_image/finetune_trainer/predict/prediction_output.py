@@ -212,11 +212,11 @@ class FolderOutput:
         if text is None:
             return set()
         try:
-            found = FolderManifest.model_validate_json(text)
+            manifest = FolderManifest.model_validate_json(text)
         except ValidationError:
             return set()
         # Others may write into the folder, and into its manifest: remove parts only.
-        return {entry.name for entry in found.parts if entry.name.startswith("part-") and "/" not in entry.name}
+        return {entry.name for entry in manifest.parts if entry.name.startswith("part-") and "/" not in entry.name}
 
 
 Output: TypeAlias = FileOutput | FolderOutput
@@ -226,14 +226,14 @@ def output_of(job: TrainerJob, paths: JobPaths) -> Output:
     """Return the output; called before the model is loaded, so that a bad URI fails early. StageError CONFIG."""
     prediction = job.predict
     text = prediction.output if prediction else None
-    chosen = prediction.format if prediction else None
+    file_format = prediction.format if prediction else None
     if text is None:
-        default = paths.predictions_parquet if chosen == "parquet" else paths.predictions_jsonl
-        return FileOutput(_LocalPlace(default), chosen or "jsonl")
+        default = paths.predictions_parquet if file_format == "parquet" else paths.predictions_jsonl
+        return FileOutput(_LocalPlace(default), file_format or "jsonl")
     uri = Uri.parse(text, "predict.output")
     if text.endswith("/"):
-        return FolderOutput(_place(uri, uri.text + MANIFEST, paths), chosen or "jsonl")
-    return FileOutput(_place(uri, text, paths), chosen or _by_ending(uri))
+        return FolderOutput(_place(uri, uri.text + MANIFEST, paths), file_format or "jsonl")
+    return FileOutput(_place(uri, text, paths), file_format or _by_ending(uri))
 
 
 def _by_ending(uri: Uri) -> Format:

@@ -88,10 +88,10 @@ class Parts:
         """
         place = self.folder / _MANIFEST
         if first(place.exists):
-            chosen = choose().to_json()
-            through_outage(lambda: create_whole(place, chosen))
+            proposed = choose().to_json()
+            through_outage(lambda: create_whole(place, proposed))
         try:
-            found = PartsManifest.model_validate_json(through_outage(place.read_bytes))
+            manifest = PartsManifest.model_validate_json(through_outage(place.read_bytes))
         except ValidationError as error:
             raise StageError(
                 FailureClass.STORAGE_LOST,
@@ -100,7 +100,7 @@ class Parts:
                 f"Delete {self.folder}; its rows are answered again.",
             ) from error
         mine: dict[str, object] = {"version": version, **means}
-        theirs: dict[str, object] = {"version": found.version, **found.means}
+        theirs: dict[str, object] = {"version": manifest.version, **manifest.means}
         differing = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
         if differing:
             differences = "; ".join(f"{name} is {mine.get(name)!r}, there {theirs.get(name)!r}" for name in differing)
@@ -110,7 +110,7 @@ class Parts:
                 f"This worker differs from {place}: {differences}.",
                 "Run all workers with one image and one job.",
             )
-        return found
+        return manifest
 
     def optimization(self) -> dict[str, JsonValue]:
         """Return the backend that the first worker chose."""
@@ -157,13 +157,13 @@ class Parts:
 
     def schema(self, keys: Sequence[ShardKey]) -> pa.Schema:
         """Return a schema that fits all parts. StageError DATA `MixedTypes` if a copied column has several types."""
-        found: list[pa.Schema] = []
+        schemas: list[pa.Schema] = []
         for key in keys:
             with pa.memory_map(str(self._table(key))) as file, pa.ipc.open_stream(file) as reader:
-                if reader.schema.names and reader.schema not in found:
-                    found.append(reader.schema)
+                if reader.schema.names and reader.schema not in schemas:
+                    schemas.append(reader.schema)
         try:
-            return pa.unify_schemas(found, promote_options="permissive")
+            return pa.unify_schemas(schemas, promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise StageError(
                 FailureClass.DATA,

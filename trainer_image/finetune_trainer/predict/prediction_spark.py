@@ -113,8 +113,8 @@ class Tasks:
         """Return the number of lost tasks, as far as Spark reports it."""
         with suppress(Exception):
             tracker = self._context.statusTracker()
-            jobs = [tracker.getJobInfo(each) for each in tracker.getJobIdsForGroup(self._group)]
-            stages = [tracker.getStageInfo(each) for job in jobs if job is not None for each in job.stageIds]
+            jobs = [tracker.getJobInfo(job_id) for job_id in tracker.getJobIdsForGroup(self._group)]
+            stages = [tracker.getStageInfo(stage_id) for job in jobs if job is not None for stage_id in job.stageIds]
             self._replaced = max(self._replaced, sum(stage.numFailedTasks for stage in stages if stage is not None))
         return self._replaced
 
@@ -129,8 +129,8 @@ class Tasks:
 def _reason_of(error: Exception) -> str:
     """Return the task's own error in Spark's message; else the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    own = (line.rpartition("StageError: ")[2] for line in lines if "StageError: " in line)
-    return next(own, lines[0] if lines else type(error).__name__)
+    errors = (line.rpartition("StageError: ")[2] for line in lines if "StageError: " in line)
+    return next(errors, lines[0] if lines else type(error).__name__)
 
 
 class _DriverProgress:

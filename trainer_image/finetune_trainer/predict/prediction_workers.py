@@ -97,10 +97,10 @@ class FolderFiles:
 
     def _completed(self, name: str, text: str) -> bool:
         """Return whether a file is this worker's; fill it if it is empty."""
-        found = (self.root / name).read_text(encoding="utf-8")
-        if not found:
+        content = (self.root / name).read_text(encoding="utf-8")
+        if not content:
             (self.root / name).write_text(text, encoding="utf-8")
-        return found in ("", text)
+        return content in ("", text)
 
     def write(self, name: str, text: str) -> None:
         through_outage(lambda: write_atomically(self.root / name, text, folder=False))
@@ -234,11 +234,11 @@ class Crew:
 
     def again(self, keys: Sequence[ShardKey], idle: Callable[[], None]) -> bool:
         self._measure()
-        while isinstance(found := self._taker.look(keys, time.monotonic()), Wait):
+        while isinstance(outcome := self._taker.look(keys, time.monotonic()), Wait):
             self.check()
             idle()
-            time.sleep(found.seconds)
-        return found
+            time.sleep(outcome.seconds)
+        return outcome
 
     def first(self, name: str, there: Callable[[], bool]) -> bool:
         seconds = shard_claims.POLL_SECONDS

@@ -324,14 +324,14 @@ def probed_ways(
     """Return the ways in which `answers_of` answers, with texts of the longest length."""
     rounds, ways = _answerings(stage, job, model, split.data.pad_token_id, tokenizer, forward), []
     for number, (answering, writer) in enumerate(rounds):
-        chosen, widths = _widths(job, split, writer)
-        features = partial(_features_of, split, chosen)
+        indices, widths = _widths(job, split, writer)
+        features = partial(_features_of, split, indices)
         ways.append(ProbedWay(_longest(job, answering), len(rounds) + number, widths, features))
     return ways
 
 
-def _features_of(split: PreparedSplit, chosen: NDArray[np.int64], wanted: NDArray[np.int64]) -> Sequence[Feature]:
-    return split.data.features(split.role, chosen[wanted])
+def _features_of(split: PreparedSplit, indices: NDArray[np.int64], wanted: NDArray[np.int64]) -> Sequence[Feature]:
+    return split.data.features(split.role, indices[wanted])
 
 
 def _longest(job: TrainerJob, answering: Answering) -> Answering:
@@ -382,12 +382,12 @@ def _rounds(
     rounds: list[tuple[Answering, Sequence[NDArray[np.int64]]]] = []
     ways = _answerings(stage, job, model, split.data.pad_token_id, tokenizer, forward)
     for (answering, writer), batch_tokens in zip(ways, budgets, strict=False):
-        chosen, widths = _widths(job, split, writer)
+        indices, widths = _widths(job, split, writer)
         if writer is not None and isinstance(forward, TextGenerator):
             calls = forward.calls(widths, batch_tokens)
         else:
             calls = inference_batches(widths, batch_tokens=batch_tokens)
-        rounds.append((answering, [chosen[call] for call in calls]))
+        rounds.append((answering, [indices[call] for call in calls]))
     return rounds
 
 
@@ -402,9 +402,9 @@ def _widths(
     if writer is None:
         widths = task_of(job).encoding.widths(split.data, split.role)
         return np.arange(len(widths)), widths
-    chosen = writer.chosen(split)
-    lengths = split.data.lengths(split.role)[chosen]
-    return chosen, (lengths + job.generation.max_new_tokens) * job.generation.num_beams
+    indices = writer.chosen(split)
+    lengths = split.data.lengths(split.role)[indices]
+    return indices, (lengths + job.generation.max_new_tokens) * job.generation.num_beams
 
 
 def _answerings(
@@ -418,16 +418,16 @@ def _answerings(
     """Return the ways to answer: a forward pass over all features, unless writing suffices; and writing."""
     task = task_of(job)
     writer = task.writer if task.writer is not None and stage in task.writer.stages else None
-    found: list[tuple[Answering, Writer | None]] = []
+    ways: list[tuple[Answering, Writer | None]] = []
     if writer is None or stage == Stage.EVALUATE:
-        found.append((_reading(task, model, forward, pad_token_id), None))
+        ways.append((_reading(task, model, forward, pad_token_id), None))
     if writer is not None:
         tokenizer = load_tokenizer(job) if tokenizer is None else tokenizer
         if isinstance(forward, TextGenerator):
-            found.append((partial(_written_by, forward, writer, tokenizer, job.generation), writer))
+            ways.append((partial(_written_by, forward, writer, tokenizer, job.generation), writer))
         else:
-            found.append((partial(writer.write, model, tokenizer, generation=job.generation), writer))
-    return found
+            ways.append((partial(writer.write, model, tokenizer, generation=job.generation), writer))
+    return ways
 
 
 def _written_by(

@@ -247,8 +247,8 @@ class ShardClaimer:
         """Return whether the worker that claimed it is dead, or takes too long."""
         seen = self._seen.get((name, generation))
         if seen is None or seen.claim is None:
-            found = parsed(Claim, self._files.read(f"{self._folder}/claims/{name}.{generation}"))
-            seen = _SeenClaim(found, now if seen is None else seen.since)
+            claim = parsed(Claim, self._files.read(f"{self._folder}/claims/{name}.{generation}"))
+            seen = _SeenClaim(claim, now if seen is None else seen.since)
             self._seen[name, generation] = seen
         # A claim stays empty if its worker ended while writing it.
         if now - seen.since > (patience if seen.claim is not None else min(patience, SILENT_SECONDS)):

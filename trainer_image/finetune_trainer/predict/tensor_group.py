@@ -213,7 +213,7 @@ class TensorGroup(WholeModel):
 
     def lowest(self, budgets: Sequence[int]) -> list[int]:
         self._send((_LOWEST, budgets))
-        return [int(each) for each in lowest(budgets, self.everyone)]
+        return [int(budget) for budget in lowest(budgets, self.everyone)]
 
     def follow(self, answerings: Sequence[Answering], seed: Callable[[int], None]) -> None:
         import torch

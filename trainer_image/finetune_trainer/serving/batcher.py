@@ -55,7 +55,7 @@ class Ticket:
     @property
     def tokens(self) -> int:
         """Tokens of the inputs."""
-        return sum(each.tokens for each in self.encoded)
+        return sum(row.tokens for row in self.encoded)
 
     @property
     def finishes(self) -> list[Finish]:
@@ -160,7 +160,7 @@ class Batcher:
         for ticket in arrived:
             if not self._over(ticket):
                 # Arrow would add the fields of other requests' messages.
-                texts = all(isinstance(each, str) for row in ticket.rows for each in row.values())
+                texts = all(isinstance(value, str) for row in ticket.rows for value in row.values())
                 alike.setdefault(ticket.form if texts else ticket, []).append(ticket)
         for tickets in alike.values():
             try:
@@ -199,51 +199,51 @@ class Batcher:
         width = first.encoded[at].width
         if first.put is not None or first.form.seed is not None:
             return [self._waiting[0]]
-        alike = [each for each in self._waiting if each[0].form == first.form and each[0].put is None]
-        alike[1:] = sorted(alike[1:], key=lambda each: abs(each[0].encoded[each[1]].width - width))
+        alike = [entry for entry in self._waiting if entry[0].form == first.form and entry[0].put is None]
+        alike[1:] = sorted(alike[1:], key=lambda entry: abs(entry[0].encoded[entry[1]].width - width))
         room = self._serving.max_batch_tokens
         if self._token_seconds:
             # Half of the bound, as a row also waits for the batch before its own.
             room = min(room, int(self._serving.max_latency_seconds / 2 / self._token_seconds))
-        chosen, longest = [alike[0]], width
-        for each in alike[1:]:
-            longest = max(longest, each[0].encoded[each[1]].width)
-            if longest * (len(chosen) + 1) > room:
+        batch, longest = [alike[0]], width
+        for entry in alike[1:]:
+            longest = max(longest, entry[0].encoded[entry[1]].width)
+            if longest * (len(batch) + 1) > room:
                 break
-            chosen.append(each)
-        return chosen
+            batch.append(entry)
+        return batch
 
     def _begin(self) -> None:
         """Compute the next batch; batches that write take long, and share the model by turns."""
         with self._wake:
-            chosen = self._chosen()
-            taken = {(id(ticket), at) for ticket, at in chosen}
-            self._waiting = [each for each in self._waiting if (id(each[0]), each[1]) not in taken]
+            batch = self._chosen()
+            taken = {(id(ticket), at) for ticket, at in batch}
+            self._waiting = [entry for entry in self._waiting if (id(entry[0]), entry[1]) not in taken]
             self._writing += self._engine.writes
         if not self._engine.writes:
-            self._batch(chosen, None)
+            self._batch(batch, None)
             return
-        tickets = list({id(ticket): ticket for ticket, _ in chosen}.values())
+        tickets = list({id(ticket): ticket for ticket, _ in batch}.values())
         writing = WatchedWriting(
-            self._turns, lambda: self._stop or all(ticket.over for ticket in tickets), put=chosen[0][0].put
+            self._turns, lambda: self._stop or all(ticket.over for ticket in tickets), put=batch[0][0].put
         )
-        self._pool.submit(self._write, chosen, writing)
+        self._pool.submit(self._write, batch, writing)
 
-    def _write(self, chosen: list[tuple[Ticket, int]], writing: WatchedWriting) -> None:
+    def _write(self, batch: list[tuple[Ticket, int]], writing: WatchedWriting) -> None:
         try:
-            self._batch(chosen, writing)
+            self._batch(batch, writing)
         finally:
             with self._wake:
                 self._writing -= 1
                 self._wake.notify()
 
-    def _batch(self, chosen: list[tuple[Ticket, int]], writing: WatchedWriting | None) -> None:
-        rows = [ticket.encoded[at] for ticket, at in chosen]
-        tickets = {id(ticket): ticket for ticket, _ in chosen}.values()
+    def _batch(self, batch: list[tuple[Ticket, int]], writing: WatchedWriting | None) -> None:
+        rows = [ticket.encoded[at] for ticket, at in batch]
+        tickets = {id(ticket): ticket for ticket, _ in batch}.values()
         given = () if writing is None else (writing,)
         began = time.perf_counter()
         try:
-            answers = self._engine.answer(chosen[0][0].form, rows, *given)
+            answers = self._engine.answer(batch[0][0].form, rows, *given)
             if self._stop:
                 raise RequestError(503, "The server has stopped.")
         except Exception as error:
@@ -253,18 +253,18 @@ class Batcher:
         seconds = time.perf_counter() - began - (0.0 if writing is None else writing.others_seconds)
         padded = max(row.width for row in rows) * len(rows)
         self._token_seconds += _SMOOTHING * (seconds / padded - self._token_seconds)
-        model = self._engine.model_of(chosen[0][0].form)
+        model = self._engine.model_of(batch[0][0].form)
         self._metrics.batch(model, len(rows), sum(row.tokens for row in rows), seconds)
         if writing is not None:
-            for (ticket, at), finish in zip(chosen, writing.finishes, strict=True):
+            for (ticket, at), finish in zip(batch, writing.finishes, strict=True):
                 ticket.finish_of[at] = finish
             if writing.put is not None and not writing.streams:
                 writing.put(answers[0]["generated_text"])
-        for (ticket, at), answer in zip(chosen, answers, strict=True):
+        for (ticket, at), answer in zip(batch, answers, strict=True):
             ticket.answers[at] = answer
         self._settle(
             [
-                (ticket, [ticket.answers[each] for each in range(len(ticket.rows))])
+                (ticket, [ticket.answers[index] for index in range(len(ticket.rows))])
                 for ticket in tickets
                 if len(ticket.answers) == len(ticket.rows) and not (writing is not None and self._over(ticket))
             ]
@@ -274,12 +274,12 @@ class Batcher:
         """Answer requests, with one wake-up of their event loop."""
         with self._wake:
             # Another batch that has rows of a ticket may have settled it.
-            fresh = [each for each in results if not each[0].settled]
+            fresh = [entry for entry in results if not entry[0].settled]
             for ticket, _ in fresh:
                 ticket.settled = True
                 self._rows -= len(ticket.rows)
             if any(isinstance(result, Exception) for _, result in fresh):
-                self._waiting = [each for each in self._waiting if not each[0].settled]
+                self._waiting = [entry for entry in self._waiting if not entry[0].settled]
         if not fresh:
             return
         self._metrics.queue.set(self._rows)

@@ -44,7 +44,7 @@ class QueueClient:
 
     def _unknown(self, name: object, param: str | None = None) -> RequestError:
         names = self._state.engine.names
-        known = ", ".join(repr(each) for each in names[:8]) + (", ..." if len(names) > 8 else "")
+        known = ", ".join(repr(model) for model in names[:8]) + (", ..." if len(names) > 8 else "")
         return RequestError(404, f"There is no model {str(name)[:80]!r}; this server has {known}.", param=param)
 
     def form(

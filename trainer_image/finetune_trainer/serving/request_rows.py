@@ -93,10 +93,10 @@ def _size(role: str, value: Any) -> int:
         if not value.isascii():
             _refuse_surrogates(role, value)
         return len(value)
-    if role == "tokens" and isinstance(value, list) and value and all(isinstance(each, str) for each in value):
-        return sum(_size("word", each) for each in value)
+    if role == "tokens" and isinstance(value, list) and value and all(isinstance(word, str) for word in value):
+        return sum(_size("word", word) for word in value)
     if role == "messages" and isinstance(value, list) and value:
-        return sum(_message_size(each) for each in value)
+        return sum(_message_size(message) for message in value)
     rule = {"tokens": "a list of words", "messages": "a list of messages"}.get(role, "text")
     raise RequestError(422, f"{role} must be {rule}; found {type(value).__name__}.")
 

@@ -131,7 +131,7 @@ def load_adapted(job: TrainerJob, head: Head, precision: InferencePrecision) -> 
     """Load the job's model and the adapters that it serves. StageErrors of the model, and MODEL `AdapterRefused`."""
     assert job.serving is not None
     name, arguments = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
-    found = [_read(adapter, job.task) for adapter in job.serving.adapters]
+    loaded = [_read(adapter, job.task) for adapter in job.serving.adapters]
     dtype = TORCH_TYPES[precision]
     model, missing = head.load_incomplete(job, name, arguments, dtype)
     adopt_padding(job, model)
@@ -143,7 +143,7 @@ def load_adapted(job: TrainerJob, head: Head, precision: InferencePrecision) -> 
     digest = weights_digest(model, without=head_modules(model)) if precision == "fp32" else None
     whole: PeftModel | None = None
     adapters = {}
-    for at, adapter in enumerate(found):
+    for at, adapter in enumerate(loaded):
         _refuse_other_base(adapter, digest, missing)
         whole, outputs = _inserted(model, whole, _inner_name(at), adapter)
         labels = _labels(adapter, head, model, outputs)
@@ -183,20 +183,20 @@ def _read(adapter: ServedAdapter, task: Task) -> _Adapter:
             "Copy the adapter to a folder or a claim.",
         )
     folder = local_path(uri)
-    found = _Adapter(adapter.name, folder, {}, {}, None)
+    loaded = _Adapter(adapter.name, folder, {}, {}, None)
     wanted = f"Name a folder with {_CONFIG} and {ADAPTER_WEIGHTS}, such as adapter/ of a run."
     for name in (_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
-            raise found.refused(f"it has no {name}", wanted)
+            raise loaded.refused(f"it has no {name}", wanted)
     try:
         config = json.loads((folder / _CONFIG).read_bytes())
-        found = _Adapter(
+        loaded = _Adapter(
             adapter.name, folder, dict(config), load_file(folder / ADAPTER_WEIGHTS), AdapterCard.read(folder)
         )
     except Exception as error:  # safetensors raises its own class, which has no common base but Exception
-        raise found.refused(f"its files cannot be read: {error}", wanted) from error
-    _refuse_kind(found, task)
-    return found
+        raise loaded.refused(f"its files cannot be read: {error}", wanted) from error
+    _refuse_kind(loaded, task)
+    return loaded
 
 
 def _refuse_kind(adapter: _Adapter, task: Task) -> None:

@@ -62,8 +62,8 @@ def make_app(state: ServerState) -> Starlette:
     async def no_such_route(request: Request, error: Exception) -> Response:
         code = getattr(error, "status_code", 404)
         # A path has a route for each of its methods, and Starlette lists those of the first only.
-        found = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-        allowed = {"Allow": ", ".join(sorted({name for each in found for name in each.methods or ()}))}
+        matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+        allowed = {"Allow": ", ".join(sorted({name for route in matching for name in route.methods or ()}))}
         why = "There is no such path; see /openapi.json." if code == 404 else "The path does not support this method."
         return _error(request.url.path, RequestError(code, why, allowed if code == 405 else None))
 
@@ -156,7 +156,7 @@ class _Handlers:
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """Return method, path and handler of each route."""
-        found: list[tuple[str, str, Handler]] = [
+        routes: list[tuple[str, str, Handler]] = [
             ("GET", "/", self.page),
             ("GET", "/page/{name}", self.page_file),
             ("GET", "/v2", self.server),
@@ -174,12 +174,12 @@ class _Handlers:
         chats = self._engine.description.chat_role
         if chats is not None:
             openai = OpenAIHandlers(self._state, self._queue, writes=self._writes, chats=chats)
-            found += [
+            routes += [
                 ("GET", "/v1/models", openai.models),
                 ("POST", "/v1/completions", openai.completions),
                 ("POST", "/v1/chat/completions", openai.chat),
             ]
-        return found
+        return routes
 
     # ---------------------------------------------------------------------------------------------- about the server
 
@@ -190,10 +190,10 @@ class _Handlers:
 
     async def page_file(self, request: Request) -> Response:
         """Style, script or picture of the page."""
-        found = page_of.FILES.get(request.path_params["name"])
-        if found is None:
+        file = page_of.FILES.get(request.path_params["name"])
+        if file is None:
             raise RequestError(404, "The page has no such file.")
-        return Response(found[0], headers=dict(page_of.HEADERS), media_type=found[1])
+        return Response(file[0], headers=dict(page_of.HEADERS), media_type=file[1])
 
     async def server(self, request: Request) -> Response:
         """Name, version and extensions of the server."""
@@ -269,8 +269,8 @@ class _Handlers:
         generation = hugging_face_json.generation_of(self._engine.generation, parameters_of(body))
         rows, requested = open_inference.rows_of(body), open_inference.outputs_of(body)
         as_bytes = wanted_as_bytes(body)
-        found = await self._queue.answered(request, self._queue.form(name, rows, generation), rows)
-        answer = open_inference.answer_of(name, self._state.revision_of(name), identity, found, requested)
+        answers = await self._queue.answered(request, self._queue.form(name, rows, generation), rows)
+        answer = open_inference.answer_of(name, self._state.revision_of(name), identity, answers, requested)
         return infer_response(answer, as_bytes)
 
     async def hugging_face(self, request: Request) -> Response:
@@ -282,10 +282,10 @@ class _Handlers:
         parameters = parameters_of(body)
         rows, texts = hugging_face_json.rows_of(task, body["inputs"], self._writes)
         generation = hugging_face_json.generation_of(self._engine.generation, parameters)
-        found = await self._queue.answered(request, self._queue.form(name, rows, generation), rows)
+        answers = await self._queue.answered(request, self._queue.form(name, rows, generation), rows)
         single = not isinstance(body["inputs"], list)
         return json_response(
-            hugging_face_json.answer_of(task, found, texts, parameters, self._engine.tokenizer, single)
+            hugging_face_json.answer_of(task, answers, texts, parameters, self._engine.tokenizer, single)
         )
 
     @property

@@ -112,8 +112,8 @@ class ServingEngine:
         version, judged = weights_version(job, paths), backend_to_serve(job, paths, serving.optimization)
         if self.trained:
             # The tokenizer, too, is read from the trained model's folder: nothing is fetched.
-            found = job_of_trained_model(job, paths)
-            job = found.model_copy(update={"training": None})
+            trained_job = job_of_trained_model(job, paths)
+            job = trained_job.model_copy(update={"training": None})
         predict = Prediction(
             device=serving.device,
             batch_tokens=serving.max_batch_tokens,
@@ -142,8 +142,8 @@ class ServingEngine:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the models in requests, the default one first; before `open`, those that the job names."""
-        own = (self.serving.model_name,) * self.serving.serves_model
-        return tuple(self.models) or (*own, *(adapter.name for adapter in self.serving.adapters))
+        base = (self.serving.model_name,) * self.serving.serves_model
+        return tuple(self.models) or (*base, *(adapter.name for adapter in self.serving.adapters))
 
     @property
     def name(self) -> str:
@@ -193,7 +193,7 @@ class ServingEngine:
             began = time.perf_counter()
             self.answer(form, encoded)
             seconds = time.perf_counter() - began
-        return seconds / max(1, sum(each.width for each in encoded))
+        return seconds / max(1, sum(encoded_row.width for encoded_row in encoded))
 
     def encode(self, form: Form, rows: Sequence[Row]) -> list[EncodedRow]:
         """Tokenise rows. StageError DATA for the first row that the task rejects."""
@@ -221,12 +221,12 @@ class ServingEngine:
         """Return the columns of predict for each of the rows. `writing`: for models that write, by turns."""
         answerer = self._answerer(form)
         table = pa.Table.from_pylist([row.row for row in rows])
-        features = FeatureSet.of(each.features.part(each.first, each.last, at) for at, each in enumerate(rows))
+        features = FeatureSet.of(row.features.part(row.first, row.last, at) for at, row in enumerate(rows))
         split = answerer.split(table, features, answerer.encoder.task.encoding.inputs(answerer.requested.columns))
         if writing is None:
             self._use(form)
-            found: list[dict[str, Any]] = answerer.predicted(_KEY, split, NoProgress()).to_pylist()
-            return found
+            answers: list[dict[str, Any]] = answerer.predicted(_KEY, split, NoProgress()).to_pylist()
+            return answers
         return self._watched(answerer, writing, split, form)
 
     def _watched(
@@ -244,13 +244,13 @@ class ServingEngine:
                 answers = answerer.answered(split, NoProgress(), answerer.forward, seed)
             finally:
                 watch.reset(before)
-            writing.finish([answers[each[-1]] for each in split.features_by_row])
-            found: list[dict[str, Any]] = self.description.predictions(answers, split, slice(0, split.rows)).to_pylist()
-        for at, row in enumerate(found if form.stop else ()):
+            writing.finish([answers[features[-1]] for features in split.features_by_row])
+            rows: list[dict[str, Any]] = self.description.predictions(answers, split, slice(0, split.rows)).to_pylist()
+        for at, row in enumerate(rows if form.stop else ()):
             if (end := first_stop(row[WRITTEN], form.stop)) is not None:
                 row[WRITTEN] = row[WRITTEN][:end]
                 writing.finishes[at] = replace(writing.finishes[at], ended=True)
-        return found
+        return rows
 
     def model_of(self, form: Form) -> str:
         """Return the name of the model that a form's rows are for."""
@@ -263,26 +263,26 @@ class ServingEngine:
 
     def _answerer(self, form: Form) -> Answerer:
         """Return the answerer of a form; at most 64 are cached, as clients choose the generation settings."""
-        found = self._of_form.get(form)
-        if found is None:
+        answerer = self._of_form.get(form)
+        if answerer is None:
             if len(self._of_form) >= 64:
                 self._of_form.clear()
             job = self.job.model_copy(update={"generation": form.generation})
             requested = RequestedColumns(form.columns, "inputs", {})
-            found = self._of_form[form] = replace(
+            answerer = self._of_form[form] = replace(
                 self.models[self.model_of(form)].answerer, job=job, requested=requested
             )
-        return found
+        return answerer
 
 
 def _served(base: str, plain: Answerer, adapted: AdaptedModel) -> dict[str, ServedModel]:
     """Return the base model, if it answers by itself, and its adapters. `plain`: an answerer without labels."""
-    found = {}
+    models = {}
     if adapted.base_labels is not None:
-        found[base] = ServedModel(replace(plain, labels=adapted.base_labels))
+        models[base] = ServedModel(replace(plain, labels=adapted.base_labels))
     for name, adapter in adapted.adapters.items():
-        found[name] = ServedModel(replace(plain, labels=adapter.labels), name, adapter.revision)
-    return found
+        models[name] = ServedModel(replace(plain, labels=adapter.labels), name, adapter.revision)
+    return models
 
 
 def refuse_roles(task: str, roles: Sequence[str]) -> None:

@@ -24,28 +24,34 @@ class ServingMetrics:
         ProcessCollector(registry=self._registry)
         self._task, self._revision = task, revision
         names = ["path", "code", "model"]
-        own = self._registry
-        self.requests = Counter(REQUESTS_METRIC, "Requests answered.", names, registry=own)
-        self.seconds = Histogram(LATENCY_METRIC, "Time of a request.", ["path"], buckets=_SECONDS, registry=own)
-        self.queue = Gauge("finetune_serving_queue_rows", "Rows that wait or are computed.", registry=own)
+        registry = self._registry
+        self.requests = Counter(REQUESTS_METRIC, "Requests answered.", names, registry=registry)
+        self.seconds = Histogram(LATENCY_METRIC, "Time of a request.", ["path"], buckets=_SECONDS, registry=registry)
+        self.queue = Gauge("finetune_serving_queue_rows", "Rows that wait or are computed.", registry=registry)
         self._most = Gauge(
-            "finetune_serving_max_queue_rows", "Most rows of the queue, spec.endpoint.maxQueue.", registry=own
+            "finetune_serving_max_queue_rows", "Most rows of the queue, spec.endpoint.maxQueue.", registry=registry
         )
         self._bound = Gauge(
             "finetune_serving_max_latency_seconds",
             "Target time of a request, spec.endpoint.maxLatencyMilliseconds; tasks that generate text have none.",
             ["task"],
-            registry=own,
+            registry=registry,
         )
-        self.in_flight = Gauge("finetune_serving_requests_in_flight", "Requests that wait for an answer.", registry=own)
-        self._rows = Histogram("finetune_serving_batch_rows", "Rows of a batch.", buckets=_ROWS, registry=own)
-        self._batch = Histogram("finetune_serving_batch_tokens", "Tokens of a batch.", buckets=_TOKENS, registry=own)
+        self.in_flight = Gauge(
+            "finetune_serving_requests_in_flight", "Requests that wait for an answer.", registry=registry
+        )
+        self._rows = Histogram("finetune_serving_batch_rows", "Rows of a batch.", buckets=_ROWS, registry=registry)
+        self._batch = Histogram(
+            "finetune_serving_batch_tokens", "Tokens of a batch.", buckets=_TOKENS, registry=registry
+        )
         by = ["model"]
-        self._tokens = Counter("finetune_serving_tokens", "Tokens computed.", by, registry=own)
-        self._busy = Counter("finetune_serving_compute_seconds", "Time spent computing.", by, registry=own)
-        self._rate = Gauge("finetune_serving_tokens_per_second", "Tokens a second in the last batch.", registry=own)
+        self._tokens = Counter("finetune_serving_tokens", "Tokens computed.", by, registry=registry)
+        self._busy = Counter("finetune_serving_compute_seconds", "Time spent computing.", by, registry=registry)
+        self._rate = Gauge(
+            "finetune_serving_tokens_per_second", "Tokens a second in the last batch.", registry=registry
+        )
         about = ["model", "task", "revision"]
-        self._info = Gauge("finetune_serving_model_info", "A model that is served.", about, registry=own)
+        self._info = Gauge("finetune_serving_model_info", "A model that is served.", about, registry=registry)
         self.describe({model: revision})
 
     def describe(self, models: Mapping[str, str | None]) -> None:

@@ -70,10 +70,10 @@ class WatchedWriting:
         from transformers import StoppingCriteriaList
 
         self._prompt, self._stopped_after, self._rows_seen = None, {}, 0
-        found: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([self._between])}
+        arguments: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([self._between])}
         if self.streams:
-            found["streamer"] = self._streamer()
-        return found
+            arguments["streamer"] = self._streamer()
+        return arguments
 
     def fields_of(self, tokens: torch.Tensor) -> Answer:
         """See `writing.Watch`. Must be called in the order of the rows."""

@@ -44,8 +44,8 @@ class DataParallel(FullState):
 
         wrapped = placed.wrapped
         if not isinstance(wrapped, DistributedDataParallel):
-            found = f"the model is a {type_name(wrapped)}, not DistributedDataParallel"
-            raise not_in_effect(self.name, "NotDistributedDataParallel", found)
+            problem = f"the model is a {type_name(wrapped)}, not DistributedDataParallel"
+            raise not_in_effect(self.name, "NotDistributedDataParallel", problem)
         size = wrapped.process_group.size()
         expect(
             size == self._world_size,

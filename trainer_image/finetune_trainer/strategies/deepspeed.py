@@ -166,8 +166,8 @@ class DeepSpeed:
             f"the engine has {size} of {self._world_size} processes",
         )
         for kind, enabled in (("bf16", engine.bfloat16_enabled()), ("fp16", engine.fp16_enabled())):
-            found = f"{kind} is {'on' if enabled else 'off'} in the engine and the precision is {self._precision}"
-            expect(bool(enabled) == (self._precision == kind), self.name, "WrongPrecision", found)
+            problem = f"{kind} is {'on' if enabled else 'off'} in the engine and the precision is {self._precision}"
+            expect(bool(enabled) == (self._precision == kind), self.name, "WrongPrecision", problem)
         self._assert_sharded(engine, placed)
         self._assert_offload(engine, placed)
         self._assert_zero_plus_plus(engine, placed)
@@ -182,8 +182,8 @@ class DeepSpeed:
         kind = {0: object, 1: DeepSpeedZeroOptimizer, 2: DeepSpeedZeroOptimizer, 3: DeepSpeedZeroOptimizer_Stage3}[
             stage or 0
         ]
-        found = f"the optimizer of ZeRO stage {stage} is a {type_name(optimizer)}"
-        expect(isinstance(optimizer, kind), self.name, "WrongOptimizer", found)
+        problem = f"the optimizer of ZeRO stage {stage} is a {type_name(optimizer)}"
+        expect(isinstance(optimizer, kind), self.name, "WrongOptimizer", problem)
         if stage == 3:
             whole = [name for name, parameter in placed.model.named_parameters() if not hasattr(parameter, "ds_id")]
             expect(
@@ -196,8 +196,8 @@ class DeepSpeed:
     def _assert_offload(self, engine: Any, placed: Placed) -> None:
         """Expect the requested offload, in the engine's configuration and in the actual place of the state."""
         requested = (self._settings.offload_optimizer, self._settings.offload_parameters)
-        found = (_device_of(engine.zero_offload_optimizer()), _device_of(engine.zero_offload_param()))
-        for state, there, wanted in zip(("optimizer state is", "parameters are"), found, requested, strict=True):
+        actual = (_device_of(engine.zero_offload_optimizer()), _device_of(engine.zero_offload_param()))
+        for state, there, wanted in zip(("optimizer state is", "parameters are"), actual, requested, strict=True):
             problem = f"{state} offloaded to {there}, requested was {wanted}"
             expect(there == wanted, self.name, "WrongOffload", problem)
         optimizer, parameters = requested
@@ -231,8 +231,8 @@ class DeepSpeed:
             size = 1 if group is None else torch.distributed.get_world_size(group)
             problem = f"{name} has secondary shards over {size} processes, requested were {wanted}"
             expect(size == wanted, self.name, "WrongSecondaryShards", problem)
-        found = (engine.zero_quantized_weights(), engine.zero_quantized_gradients())
-        for key, state in zip(_QUANTIZED, found, strict=True):
+        actual = (engine.zero_quantized_weights(), engine.zero_quantized_gradients())
+        for key, state in zip(_QUANTIZED, actual, strict=True):
             problem = f"{key} is {'on' if state else 'off'} in the engine"
             expect(bool(state) == bool(self._zero.get(key)), self.name, "WrongQuantization", problem)
 
@@ -402,7 +402,7 @@ def _restore_what_is_in_memory(engine: Any, part: CheckpointPart, tag: str) -> N
         group.update({name: value for name, value in former.items() if name != "params"})
     with torch.no_grad():
         for index, parameter in enumerate(in_saved_order):
-            sub_group = next(i for i, each in enumerate(zero.fp32_partitioned_groups_flat) if each is parameter)
+            sub_group = next(i for i, flat in enumerate(zero.fp32_partitioned_groups_flat) if flat is parameter)
             state = dict(saved["optimizer_state_dict"]["state"][index])
             if zero._swappable_optimizer_subgroup(sub_group):
                 # Buffers that the swapper registers, and fills from the files before the first step.

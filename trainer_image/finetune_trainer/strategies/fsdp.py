@@ -136,8 +136,8 @@ class FullySharded(FullState):
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor
 
-        found = f"the model is a {type_name(placed.wrapped)}, not sharded by FSDP"
-        expect(isinstance(placed.wrapped, FSDPModule), self.name, "NotFullySharded", found)
+        problem = f"the model is a {type_name(placed.wrapped)}, not sharded by FSDP"
+        expect(isinstance(placed.wrapped, FSDPModule), self.name, "NotFullySharded", problem)
         for name, parameter in placed.wrapped.named_parameters():
             whole = f"parameter {name} is whole on every process"
             expect(isinstance(parameter, DTensor), self.name, "ParameterNotSharded", whole)
@@ -154,8 +154,8 @@ class FullySharded(FullState):
 
         left = gathered_in_bf16(model)
         odd = [name for name in left if cast("torch.nn.Linear", model.get_submodule(name)).out_features % self._shards]
-        found = f"the weights of {len(left) - len(odd)} layers in fp8 are gathered in bf16"
-        expect(len(odd) == len(left), self.name, "GatheredInBf16", found)
+        problem = f"the weights of {len(left) - len(odd)} layers in fp8 are gathered in bf16"
+        expect(len(odd) == len(left), self.name, "GatheredInBf16", problem)
 
     def _assert_spread(self, name: str, parameter: DTensor) -> None:
         """Expect shards over all processes; hybrid: over those of a node, with a copy on each node."""
@@ -204,19 +204,19 @@ def expect_groups(model: torch.nn.Module, groups: Sequence[Group], settings: Str
     from torch.distributed.fsdp import FSDPModule
 
     loose = [group for group in groups if not isinstance(group.module, FSDPModule)]
-    found = f"{len(loose)} of {len(groups)} modules (transformer blocks, embedding, head) have no groups of their own"
-    expect(bool(groups) and not loose, settings.label, "BlocksNotSharded", found)
+    problem = f"{len(loose)} of {len(groups)} modules (transformer blocks, embedding, head) have no groups of their own"
+    expect(bool(groups) and not loose, settings.label, "BlocksNotSharded", problem)
     requested = {id(group.module): group.releases for group in groups}
     offloaded = settings.offload_parameters == "cpu"
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module, group in ((each, group) for each in sharded for group in each._get_fsdp_state()._fsdp_param_groups):
+    for module, group in ((owner, group) for owner in sharded for group in owner._get_fsdp_state()._fsdp_param_groups):
         if id(module) in requested:
             released = group.post_forward_mesh_info is not None
-            found = f"a {type_name(module)} {'releases' if released else 'keeps'} its parameters after forward"
-            expect(released == requested[id(module)], settings.label, "WrongSharding", f"{found}, not as requested")
+            problem = f"a {type_name(module)} {'releases' if released else 'keeps'} its parameters after forward"
+            expect(released == requested[id(module)], settings.label, "WrongSharding", f"{problem}, not as requested")
         moved = all(param.offload_to_cpu for param in group.fsdp_params)
-        found = f"shards are {'in host memory' if moved else 'on the device'}, requested was the opposite"
-        expect(moved == offloaded, settings.label, "WrongOffload", found)
+        problem = f"shards are {'in host memory' if moved else 'on the device'}, requested was the opposite"
+        expect(moved == offloaded, settings.label, "WrongOffload", problem)
 
 
 def _whole(module: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -228,7 +228,7 @@ def _whole(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 def _divide_packed(module: torch.nn.Module, device: str) -> None:
     """Prepare layers in 4 bits for their division (`finetune_trainer.models.four_bits`)."""
-    for each in module.modules():
+    for layer in module.modules():
         # Layers of peft around one show its weight as their own.
-        if hasattr(each, "divide_on") and getattr(each.weight, "quant_state", None) is not None:
-            cast("FourBitLinear", each).divide_on(device)
+        if hasattr(layer, "divide_on") and getattr(layer.weight, "quant_state", None) is not None:
+            cast("FourBitLinear", layer).divide_on(device)

@@ -51,15 +51,15 @@ def _ends(model: PreTrainedModel, releases: bool) -> Iterator[Group]:
 
     given: Any = model
     embedding, head = given.get_input_embeddings(), given.get_output_embeddings()
-    classes = [each for each in type(model).__mro__ if each.__module__.startswith("transformers.models.")]
-    decoder = any(each.__name__.endswith(_DECODERS) for each in classes)
+    classes = [cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.models.")]
+    decoder = any(cls.__name__.endswith(_DECODERS) for cls in classes)
     if not classes or (head is not None and not decoder):
         return
     uses = _uses_of_weights(model)
     inside = {id(module) for block in transformer_blocks(model) for module in block.modules()}
     for module in (embedding, head):
-        own = isinstance(module, torch.nn.Module) and id(module) not in inside
-        if own and _uses_of_weights(module) and _uses_of_weights(module).items() <= uses.items():
+        outside = isinstance(module, torch.nn.Module) and id(module) not in inside
+        if outside and _uses_of_weights(module) and _uses_of_weights(module).items() <= uses.items():
             if module is embedding:
                 plain = isinstance(module, torch.nn.Embedding) and len(list(module.parameters())) == 1
                 yield Group(module, releases, gathers_for_backward=not plain)
@@ -73,16 +73,16 @@ def transformer_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
 
     names = set(getattr(model, "_no_split_modules", None) or ())
     # By all of its classes: fully_shard gives a module a subclass with another name.
-    blocks = [module for module in model.modules() if names & {each.__name__ for each in type(module).__mro__}]
+    blocks = [module for module in model.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
     if blocks:
         # Some models list embeddings there too. A group of their own does no harm, unless the head shares their
         # weights, which have to be in one group.
         uses = _uses_of_weights(model)
         return [block for block in blocks if _uses_of_weights(block).items() <= uses.items()]
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    return max((list(each) for each in lists), key=len, default=[])
+    return max((list(module_list) for module_list in lists), key=len, default=[])
 
 
 def _uses_of_weights(module: torch.nn.Module) -> Mapping[int, int]:
     """Return the number of names under which a module has each of its weights, by id."""
-    return Counter(id(each) for _, each in module.named_parameters(remove_duplicate=False))
+    return Counter(id(weight) for _, weight in module.named_parameters(remove_duplicate=False))

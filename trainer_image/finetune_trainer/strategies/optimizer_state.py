@@ -56,12 +56,12 @@ def load_named_state(
     packed: dict[str, Any] = {"state": {}, "param_groups": []}
     number = 0
     for group in optimizer.param_groups:
-        own = [names[id(parameter)] for parameter in group["params"]]
-        theirs = _like(settings[own[0]], group) if own else group
-        numbers = list(range(number, number + len(own)))
+        group_names = [names[id(parameter)] for parameter in group["params"]]
+        theirs = _like(settings[group_names[0]], group) if group_names else group
+        numbers = list(range(number, number + len(group_names)))
         packed["param_groups"].append({**group, **theirs, "params": numbers})
-        packed["state"] |= {at: entries[name] for at, name in zip(numbers, own, strict=True) if entries[name]}
-        number += len(own)
+        packed["state"] |= {at: entries[name] for at, name in zip(numbers, group_names, strict=True) if entries[name]}
+        number += len(group_names)
     optimizer.load_state_dict(packed)
 
 

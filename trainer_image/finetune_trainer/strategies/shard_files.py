@@ -126,7 +126,7 @@ class StagedState:
                 entries[INDEX] = write_hashed(folder / INDEX, self.index)
         except Exception as error:  # goes to all processes
             mine = error
-        failed = next((each for each in patiently_gathered(mine) if each is not None), None)
+        failed = next((outcome for outcome in patiently_gathered(mine) if outcome is not None), None)
         if failed is not None:
             raise mine or failed
         return entries
@@ -207,7 +207,7 @@ def _expect_stored(part: CheckpointPart, index: StateIndex, name: str, shape: tu
         raise _unreadable(part.folder / INDEX, f"lacks {name}")
     if stored.shape != shape:
         raise _unreadable(part.folder / INDEX, f"has {name} in shape {stored.shape}, needed is {shape}")
-    if sum(math.prod(each.sizes) for each in stored.parts) != math.prod(shape):
+    if sum(math.prod(piece.sizes) for piece in stored.parts) != math.prod(shape):
         raise _unreadable(part.folder / INDEX, f"lacks parts of {name}")
 
 
@@ -313,7 +313,7 @@ class _ShardStager(StorageWriter):
             for chunk in tensor.chunks
             if math.prod(chunk.sizes)
         }
-        for result in (each for of_rank in results for each in of_rank):
+        for result in (written for of_rank in results for written in of_rank):
             assert result.index.offset is not None
             offsets = tuple(result.index.offset)
             sizes = chunks[result.index.fqn, offsets]

@@ -30,9 +30,9 @@ class StagingMemory:
         sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNED_BYTES) * _ALIGNED_BYTES for tensor in tensors]
         self._provide(sum(sizes), locked=any(tensor.is_cuda for tensor in tensors))
         made, start = [], 0
-        for each, size in zip(tensors, sizes, strict=True):
-            place = self._block[start : start + each.numel() * each.element_size()]
-            made.append(place.view(each.dtype).view(each.shape).copy_(each.detach(), non_blocking=self._locked))
+        for tensor, size in zip(tensors, sizes, strict=True):
+            place = self._block[start : start + tensor.numel() * tensor.element_size()]
+            made.append(place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=self._locked))
             start += size
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()

@@ -136,20 +136,20 @@ def computes_in_bf16(precision: Precision) -> bool:
     return precision in ("bf16", "fp8")
 
 
-def not_in_effect(strategy: str, reason: str, found: str) -> StageError:
+def not_in_effect(strategy: str, reason: str, problem: str) -> StageError:
     """Return the error for a strategy other than the requested one; `reason` is a word in CamelCase."""
     return StageError(
         FailureClass.STRATEGY_NOT_IN_EFFECT,
         reason,
-        f"parallelism.strategy {strategy} was requested and is not in effect: {found}.",
+        f"parallelism.strategy {strategy} was requested and is not in effect: {problem}.",
         "This is a defect of the image or its libraries; another strategy may work meanwhile.",
     )
 
 
-def expect(holds: bool, strategy: str, reason: str, found: str) -> None:
+def expect(holds: bool, strategy: str, reason: str, problem: str) -> None:
     """Raise `not_in_effect` unless `holds`."""
     if not holds:
-        raise not_in_effect(strategy, reason, found)
+        raise not_in_effect(strategy, reason, problem)
 
 
 def refuse_uneven(field: str, degree: int, counts: Mapping[str, object]) -> None:

@@ -70,15 +70,15 @@ def chosen_answer(spans: Sequence[Span], none: float | None, context: str) -> Ch
         return ChosenAnswer("", 1.0, None, None, [])
     shares = np.exp(np.asarray(scores) - max(scores))
     shares /= shares.sum()
-    found: list[dict[str, Any]] = [
+    candidates: list[dict[str, Any]] = [
         {"answer": context[span.first : span.last], "score": float(share), "start": span.first, "end": span.last}
         for span, share in zip(best, shares, strict=False)
     ]
     if none is not None:
-        found.append({"answer": "", "score": float(shares[-1]), "start": None, "end": None})
-    found.sort(key=lambda each: -each["score"])
-    top = found[0]
-    return ChosenAnswer(top["answer"], top["score"], top["start"], top["end"], found[:_CANDIDATES])
+        candidates.append({"answer": "", "score": float(shares[-1]), "start": None, "end": None})
+    candidates.sort(key=lambda candidate: -candidate["score"])
+    top = candidates[0]
+    return ChosenAnswer(top["answer"], top["score"], top["start"], top["end"], candidates[:_CANDIDATES])
 
 
 def measured(predicted: Sequence[str], gold: Sequence[Sequence[str]]) -> dict[str, float]:

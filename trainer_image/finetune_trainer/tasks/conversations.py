@@ -95,8 +95,8 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, 
     if not messages:
         return ""
     # Arrow gives every message the fields of all messages; missing ones are null.
-    own = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    return str(tokenizer.apply_chat_template(own, tokenize=False, add_generation_prompt=reply))
+    without_nulls = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    return str(tokenizer.apply_chat_template(without_nulls, tokenize=False, add_generation_prompt=reply))
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase) -> None:

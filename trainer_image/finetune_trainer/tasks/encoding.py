@@ -44,8 +44,8 @@ def plain_ids(coding: Coding, texts: list[str], *, special: bool) -> list[list[i
     encoded = coding.tokenizer(
         texts, add_special_tokens=special, padding=False, return_attention_mask=False, verbose=False
     )
-    found: list[list[int]] = encoded["input_ids"]
-    return found
+    ids: list[list[int]] = encoded["input_ids"]
+    return ids
 
 
 def never_empty(ids: Sequence[list[int]], coding: Coding) -> list[list[int]]:
@@ -54,14 +54,14 @@ def never_empty(ids: Sequence[list[int]], coding: Coding) -> list[list[int]]:
     """
     padding = coding.tokenizer.pad_token_id
     assert isinstance(padding, int)
-    return [each or [padding] for each in ids]
+    return [row or [padding] for row in ids]
 
 
 def prompts(coding: Coding, texts: list[str]) -> list[list[int]]:
     """Encode texts to continue: some tokenizers end every text with the end token; a prompt has not ended."""
     end = coding.tokenizer.eos_token_id
-    found = plain_ids(coding, texts, special=True)
-    return [ids[:-1] if len(ids) > 1 and ids[-1] == end else ids for ids in found]
+    encoded = plain_ids(coding, texts, special=True)
+    return [ids[:-1] if len(ids) > 1 and ids[-1] == end else ids for ids in encoded]
 
 
 def completions(coding: Coding, texts: list[str]) -> list[list[int]]:

@@ -102,8 +102,8 @@ class AutoHead(Head):
             raise  # not a fault of the files, as other RuntimeErrors are
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise load_error(job.model, error, part="weights") from error
-        found: PreTrainedModel = model
-        return found, frozenset(info["missing_keys"])
+        loaded: PreTrainedModel = model
+        return loaded, frozenset(info["missing_keys"])
 
     def _class(self) -> Any:
         import transformers

@@ -182,7 +182,7 @@ class SingleLabel:
         shares = softmax(logits)
         best = shares.argmax(axis=1)
         return {
-            "label": pa.array([names[each] for each in best], pa.string()),
+            "label": pa.array([names[index] for index in best], pa.string()),
             "score": pa.array(shares[np.arange(len(best)), best], pa.float64()),
             "scores": _by_name(shares, names),
         }
@@ -191,7 +191,7 @@ class SingleLabel:
         """Rate a wrong label as worse the higher its probability."""
         shares = softmax(logits)
         best, sure = shares.argmax(axis=1), shares.max(axis=1)
-        right, predicted = ([names[each] for each in ids] for ids in (targets, best))
+        right, predicted = ([names[index] for index in ids] for ids in (targets, best))
         return Sample(right, predicted, sure, np.where(best == targets, 0.0, sure))
 
 
@@ -214,15 +214,15 @@ class MultiLabel:
         if not (is_text(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)):
             rule = f"the column is of type {values.type}, not a list of words or of class ids"
             raise row_error("LabelType", split, 0, PATH, column, values[0].as_py(), rule)
-        found: list[Any] = values.to_pylist()
-        for row, labels in enumerate(found):
+        label_lists: list[Any] = values.to_pylist()
+        for row, labels in enumerate(label_lists):
             if labels is None or None in labels:
                 raise row_error(
                     "NullLabel", split, row, PATH, column, labels, "a row needs its labels, or an empty list"
                 )
             if len(set(labels)) < len(labels):
                 raise row_error("LabelTwice", split, row, PATH, column, labels, "a row has a label once")
-        return found
+        return label_lists
 
     def names(self, split: RawSplit, column: str, values: list[Any]) -> tuple[str, ...]:
         """Return the names of a Hub data set's classes, else the ids or names in the data."""
@@ -278,8 +278,8 @@ class MultiLabel:
     def predictions(self, logits: Logits, names: Sequence[str]) -> dict[str, pa.Array]:
         """Return the `labels` whose probability is above one half, and `scores` with the probability of each label."""
         shares = _sigmoid(logits)
-        chosen = [[name for name, share in zip(names, row, strict=True) if share > 0.5] for row in shares]
-        return {"labels": pa.array(chosen, pa.list_(pa.string())), "scores": _by_name(shares, names)}
+        labels = [[name for name, share in zip(names, row, strict=True) if share > 0.5] for row in shares]
+        return {"labels": pa.array(labels, pa.list_(pa.string())), "scores": _by_name(shares, names)}
 
     def sample(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> Sample:
         """Take the error of the most confidently wrong label, and the confidence of the least confident one."""
@@ -307,17 +307,17 @@ class Regression:
     def values(self, split: RawSplit, column: str) -> list[Any]:
         """Return finite floats."""
         values = split.table[column]
-        found: list[Any] = []
+        numbers: list[Any] = []
         for row, value in enumerate(values.to_pylist()):
             number = None if value is None or value == "" else float(value)
             if number is None or not np.isfinite(number):
                 raise row_error("NullLabel", split, row, PATH, column, value, "a row needs its number")
-            found.append(number)
-        odd = [row for row, number in enumerate(found) if number != int(number)]
-        if odd and len(odd) < _FEW * len(found):
+            numbers.append(number)
+        odd = [row for row, number in enumerate(numbers) if number != int(number)]
+        if odd and len(odd) < _FEW * len(numbers):
             rule = "nearly all labels are whole numbers: a fraction among classes is a mistake"
-            raise row_error("LabelType", split, odd[0], PATH, column, found[odd[0]], rule)
-        return found
+            raise row_error("LabelType", split, odd[0], PATH, column, numbers[odd[0]], rule)
+        return numbers
 
     def names(self, split: RawSplit, column: str, values: list[Any]) -> tuple[str, ...]:
         """Return none."""
@@ -419,8 +419,8 @@ def _by_name(shares: NDArray[np.float64], names: Sequence[str]) -> pa.StructArra
     return pa.StructArray.from_arrays([pa.array(column) for column in shares.T], names=list(names))
 
 
-def _together(chosen: NDArray[np.bool_], names: Sequence[str]) -> str:
-    return ", ".join(name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen) or "none"
+def _together(mask: NDArray[np.bool_], names: Sequence[str]) -> str:
+    return ", ".join(name for name, is_chosen in zip(names, mask, strict=True) if is_chosen) or "none"
 
 
 def _flag_scores(flags: NDArray[Any], answers: NDArray[Any]) -> dict[str, float]:

@@ -21,17 +21,17 @@ def names_of(split: RawSplit, column: str, every: Sequence[Any], values: Sequenc
     numbers = {label: int(label) for label in distinct if isinstance(label, int) or _WHOLE_NUMBER.fullmatch(label)}
     if len(numbers) < len(distinct):
         return tuple(sorted(distinct))
-    found = set(numbers.values())
-    count = next(i for i in range(len(found) + 1) if i not in found)
-    if 1 < count < len(found) and found != _SIGNS:
+    ids = set(numbers.values())
+    count = next(i for i in range(len(ids) + 1) if i not in ids)
+    if 1 < count < len(ids) and ids != _SIGNS:
         odd = [
             any(not 0 <= numbers[one] < count for one in (value if isinstance(value, list) else [value]))
             for value in values
         ]
         row = odd.index(True)
         rule = f"class ids count from 0 without gaps, and no row has {count}"
-        raise row_error("LabelOutOfRange", split, row, PATH, column, values[row], rule, _labels_hint(sorted(found)))
-    return tuple(str(number) for number in sorted(found))
+        raise row_error("LabelOutOfRange", split, row, PATH, column, values[row], rule, _labels_hint(sorted(ids)))
+    return tuple(str(number) for number in sorted(ids))
 
 
 _SIGNS = {-1, 0, 1}
@@ -60,11 +60,11 @@ def similar_note(split: RawSplit, column: str, names: Sequence[str]) -> tuple[st
     alike: dict[str, list[str]] = {}
     for name in names:
         alike.setdefault(name.strip().casefold(), []).append(name)
-    found = next((group for group in alike.values() if len(group) > 1), None)
-    if found is None:
+    similar = next((group for group in alike.values() if len(group) > 1), None)
+    if similar is None:
         return ()
-    shown = ", ".join(map(repr, found[:4]))
-    example = ", ".join(f"{json.dumps(name, ensure_ascii=False)}: {found[0].strip()}" for name in found[:4])
+    shown = ", ".join(map(repr, similar[:4]))
+    example = ", ".join(f"{json.dumps(name, ensure_ascii=False)}: {similar[0].strip()}" for name in similar[:4])
     return (
         f"Split {split.name} ({split.origin}): the labels {shown} in column {column!r} differ only in "
         "capitals or spaces and are different classes. If they are one, set dataset.labels for all values: "
@@ -112,9 +112,9 @@ def mapped(split: RawSplit, column: str, values: Sequence[Any], given: Mapping[s
     ]
 
 
-def unused_note(split: RawSplit, column: str, found: Sequence[Any], given: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a note on names in `dataset.labels` that no row has; `found`: the result of `mapped`."""
-    there = {one for value in found for one in (value if isinstance(value, list) else [value])}
+def unused_note(split: RawSplit, column: str, values: Sequence[Any], given: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a note on names in `dataset.labels` that no row has; `values`: the result of `mapped`."""
+    there = {one for value in values for one in (value if isinstance(value, list) else [value])}
     unused = [name for name in mapped_names(given) if name not in there]
     if not unused:
         return ()

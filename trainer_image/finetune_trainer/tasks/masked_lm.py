@@ -76,13 +76,15 @@ class MaskFiller:
         import torch
 
         batch = padded(features, {"input_ids": padding_token(tokenizer)})
-        logits = cast(torch.nn.Module, model)(**{name: each.to(model.device) for name, each in batch.items()}).logits
+        logits = cast(torch.nn.Module, model)(
+            **{name: tensor.to(model.device) for name, tensor in batch.items()}
+        ).logits
         answers: list[Answer] = []
         for row, feature in enumerate(features):
             ids = np.asarray(feature["input_ids"])
             places = np.flatnonzero((ids == tokenizer.mask_token_id) & (np.asarray(feature["fresh"]) == 1))
             shares, best = logits[row, places].float().softmax(-1).topk(_CANDIDATES)
-            words = [[str(tokenizer.decode([token])).strip() for token in each] for each in best.tolist()]
+            words = [[str(tokenizer.decode([token])).strip() for token in tokens] for tokens in best.tolist()]
             answers.append(
                 {"tokens": np.array(words, object).reshape(-1, _CANDIDATES), "scores": shares.double().cpu().numpy()}
             )
@@ -148,9 +150,11 @@ class _Encoding(LanguageEncoding):
         for at, special in enumerate(encoded["special_tokens_mask"]):
             shared = coding.stride if at and of_row[at - 1] == of_row[at] else 0
             mask_is_special = zip(encoded["input_ids"][at], special, strict=True)
-            own = [int(not each or token == tokenizer.mask_token_id) for token, each in mask_is_special]
-            counts = np.cumsum(own)
-            of_window = [int(is_own and count > shared) for is_own, count in zip(own, counts.tolist(), strict=True)]
+            in_text = [int(not is_special or token == tokenizer.mask_token_id) for token, is_special in mask_is_special]
+            counts = np.cumsum(in_text)
+            of_window = [
+                int(is_in_text and count > shared) for is_in_text, count in zip(in_text, counts.tolist(), strict=True)
+            ]
             fresh.append(of_window or [0])
         features: dict[str, Sequence[Any]] = {"input_ids": never_empty(encoded["input_ids"], coding), "fresh": fresh}
         if targets is not None:
@@ -189,17 +193,17 @@ class _Description(Description):
 
     def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
         """Return `masks`: for each mask of the text, in order, the best tokens with their probabilities."""
-        found = []
+        masks = []
         for windows in split.features_by_row[rows]:
             answered = [answers[at] for at in windows]
-            found.append(
+            masks.append(
                 [
                     [{"token": token, "score": score} for token, score in zip(tokens, scores, strict=True)]
-                    for each in answered
-                    for tokens, scores in zip(each["tokens"].tolist(), each["scores"].tolist(), strict=True)
+                    for answer in answered
+                    for tokens, scores in zip(answer["tokens"].tolist(), answer["scores"].tolist(), strict=True)
                 ]
             )
-        return pa.table({"masks": found}, schema=self.answer_schema(labels_of(split.facts)))
+        return pa.table({"masks": masks}, schema=self.answer_schema(labels_of(split.facts)))
 
     def warm_row(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Return a text with a mask token."""

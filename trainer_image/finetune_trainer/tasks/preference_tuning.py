@@ -77,14 +77,14 @@ class _Encoding(Encoding):
         """Return the columns to read; the answers are not read where they are to be written."""
         refuse_other_columns(columns, setting, _COLUMNS, _READS)
         content = {"prompt": "the prompt", "chosen": "the better answer", "rejected": "the worse answer"}
-        found = []
+        needs = []
         for role in _COLUMNS:
             name, needed = getattr(columns, role), labelled or role == "prompt"
             if name is not None:
-                found.append(ColumnNeed(f"{setting}.columns.{role}", name, required=needed))
+                needs.append(ColumnNeed(f"{setting}.columns.{role}", name, required=needed))
             elif needed:
                 raise not_set(f"{setting}.columns.{role}", f"the column that holds {content[role]}")
-        return tuple(found)
+        return tuple(needs)
 
     def inputs(self, columns: Columns) -> dict[str, str]:
         """Return `prompt`."""
@@ -100,7 +100,7 @@ class _Encoding(Encoding):
 
     def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
         """Return each row's chosen and rejected answer, in the form of the prompt."""
-        found: dict[str, NDArray[Any]] = {}
+        targets: dict[str, NDArray[Any]] = {}
         for role, split in raw.items():
             chosen, rejected = columns.chosen, columns.rejected
             if chosen is None or rejected is None or not {chosen, rejected} <= set(split.rows.column_names):
@@ -108,10 +108,10 @@ class _Encoding(Encoding):
             talks = is_list(split.table[self.inputs(columns)["prompt"]].type)
             read = _replies if talks else wanted_texts
             pairs = zip(read(split, chosen, "chosen"), read(split, rejected, "rejected"), strict=True)
-            found[role] = np.empty(len(split.rows), object)
+            targets[role] = np.empty(len(split.rows), object)
             for row, pair in enumerate(pairs):
-                found[role][row] = pair
-        return Targets(of=found)
+                targets[role][row] = pair
+        return Targets(of=targets)
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
         """Encode pairs. Where a prompt and its longer answer do not fit, both sequences lose the same part of the
@@ -191,12 +191,12 @@ class _Scoring(Scoring):
     ) -> list[Answer]:
         """Return the log-likelihood of each of the two answers."""
         pair = [likelihood.double().cpu().numpy() for likelihood in likelihoods(model, batch)]
-        return [dict(zip(_ANSWERS, each, strict=True)) for each in zip(*pair, strict=True)]
+        return [dict(zip(_ANSWERS, row, strict=True)) for row in zip(*pair, strict=True)]
 
     def _rewards(self, answers: Sequence[Answer]) -> list[NDArray[np.float64]]:
         """Return the rewards of each row's chosen and rejected answer."""
         gained = ([float(answer[name] - answer[f"{REFERENCE}{name}"]) for answer in answers] for name in _ANSWERS)
-        return [self._beta * np.array(each, np.float64) for each in gained]
+        return [self._beta * np.array(gains, np.float64) for gains in gained]
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
         """Return the pairs with the least margin, which is their `score`."""
@@ -258,8 +258,8 @@ class DirectPreference:
         """
         import torch
 
-        found = chunked_likelihoods(model, batch) if self.chunked else likelihoods(model, batch)
-        pair = zip(_ANSWERS, found, strict=True)
+        log_likelihoods = chunked_likelihoods(model, batch) if self.chunked else likelihoods(model, batch)
+        pair = zip(_ANSWERS, log_likelihoods, strict=True)
         chosen, rejected = (likelihood - batch[f"{REFERENCE}{name}"] for name, likelihood in pair)
         loss: torch.Tensor = -torch.nn.functional.logsigmoid(self.beta * (chosen - rejected)).mean()
         return loss
@@ -270,11 +270,11 @@ def likelihoods(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tu
     import torch
 
     given = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    found: list[list[torch.Tensor]] = [[] for _ in batch["labels"]]
+    losses: list[list[torch.Tensor]] = [[] for _ in batch["labels"]]
     for parts in logits_at(model, given, batch["labels"][:, 1:]):
-        for of_row, *row in zip(found, *parts, strict=True):
-            of_row += [torch.nn.functional.cross_entropy(*each, reduction="sum") for each in judged(*row)]
-    chosen, rejected = torch.stack([-torch.stack(lost).sum() for lost in found]).chunk(2)
+        for of_row, *row in zip(losses, *parts, strict=True):
+            of_row += [torch.nn.functional.cross_entropy(*pair, reduction="sum") for pair in judged(*row)]
+    chosen, rejected = torch.stack([-torch.stack(lost).sum() for lost in losses]).chunk(2)
     return chosen, rejected
 
 
@@ -312,12 +312,12 @@ class _Sequence:
 
 def _texts(given: list[str], targets: NDArray[Any] | None, coding: Coding) -> Iterator[list[_Sequence]]:
     """Yield each row's sequences with the chosen and with the rejected answer, or the prompt."""
-    found = prompts(coding, given)
+    prompt_ids = prompts(coding, given)
     if targets is None:
-        yield from ([_Sequence(ids or [coding.tokenizer.pad_token_id], len(ids))] for ids in found)
+        yield from ([_Sequence(ids or [coding.tokenizer.pad_token_id], len(ids))] for ids in prompt_ids)
         return
     answers = [completions(coding, [pair[at] for pair in targets]) for at in range(len(_ANSWERS))]
-    for ids, *pair in zip(found, *answers, strict=True):
+    for ids, *pair in zip(prompt_ids, *answers, strict=True):
         yield [_Sequence([*ids, *answer], len(ids)) for answer in pair]
 
 
@@ -347,9 +347,9 @@ def _replies(split: RawSplit, column: str, role: str) -> list[Mapping[str, Any]]
     path = f"dataset.columns.{role}"
     values = split.table[column]
     refuse_not_messages(split, path, column, values)
-    found = values.to_pylist()
-    for row, messages in enumerate(found):
+    replies = values.to_pylist()
+    for row, messages in enumerate(replies):
         if len(messages) != 1 or messages[0]["role"] != ASSISTANT:
             rule = f"after a conversation an answer is one message with role {ASSISTANT}"
             raise row_error("NotOneReply", split, row, path, column, messages, rule)
-    return [messages[0] for messages in found]
+    return [messages[0] for messages in replies]

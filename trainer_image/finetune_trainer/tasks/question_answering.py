@@ -144,10 +144,10 @@ class _Encoding(Encoding):
     def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
         """Return the targets; rows may have several answers, or none if the model (`known`) or train has such rows."""
         answered = {role: split for role, split in raw.items() if columns.answers in split.rows.column_names}
-        found = {role: _answers(split, columns) for role, split in answered.items()}
-        first = found.get("train", next(iter(found.values()), None))
+        targets = {role: _answers(split, columns) for role, split in answered.items()}
+        first = targets.get("train", next(iter(targets.values()), None))
         open_ends = first is not None and any(not texts for texts, _ in first)
-        return Targets(known or Labels((NO_ANSWER,) if open_ends else ()), found)
+        return Targets(known or Labels((NO_ANSWER,) if open_ends else ()), targets)
 
     def count_labels(self, targets: NDArray[Any], labels: Labels) -> dict[str, int]:
         """Count the rows without an answer, where there may be such."""
@@ -183,12 +183,12 @@ class _Encoding(Encoding):
             "last": [],
         }
         if types:
-            features["token_type_ids"] = [each or [0] for each in encoded["token_type_ids"]]
+            features["token_type_ids"] = [type_ids or [0] for type_ids in encoded["token_type_ids"]]
         for at in range(len(of_row)):
             inside = [part == 1 for part in encoded.sequence_ids(at)]
             offsets = encoded["offset_mapping"][at]
-            first = [each[0] if is_in else NOWHERE for each, is_in in zip(offsets, inside, strict=True)]
-            last = [each[1] if is_in else NOWHERE for each, is_in in zip(offsets, inside, strict=True)]
+            first = [offset[0] if is_in else NOWHERE for offset, is_in in zip(offsets, inside, strict=True)]
+            last = [offset[1] if is_in else NOWHERE for offset, is_in in zip(offsets, inside, strict=True)]
             features["first"].append(first or [NOWHERE])
             features["last"].append(last or [NOWHERE])
         if targets is not None:
@@ -250,7 +250,7 @@ class _Scoring(Scoring):
     ) -> list[Answer]:
         """Return the logits of starts and ends."""
         outputs = model(**_without_targets(batch))
-        starts, ends = (each.float().cpu().numpy() for each in (outputs.start_logits, outputs.end_logits))
+        starts, ends = (logits.float().cpu().numpy() for logits in (outputs.start_logits, outputs.end_logits))
         sizes = [len(feature["input_ids"]) for feature in features]
         return [{"start": starts[row, :size], "end": ends[row, :size]} for row, size in enumerate(sizes)]
 
@@ -277,7 +277,7 @@ class _Scoring(Scoring):
         gold = gold_span(split)
         decided = list(_decided(answers, split, slice(None)))
         right = np.array([measured([e.text], [g])["exact_match"] == 1.0 for e, g in zip(decided, gold, strict=True)])
-        wrong = np.where(right, 0.0, [each.share for each in decided])
+        wrong = np.where(right, 0.0, [answer.share for answer in decided])
         return [
             {
                 "row": row,
@@ -308,11 +308,11 @@ class _Description(Description):
         """
         decided = list(_decided(answers, split, rows))
         columns = {
-            "answer": [each.text for each in decided],
-            "score": [each.share for each in decided],
-            "start": [each.first for each in decided],
-            "end": [each.last for each in decided],
-            "candidates": [each.candidates for each in decided],
+            "answer": [answer.text for answer in decided],
+            "score": [answer.share for answer in decided],
+            "start": [answer.first for answer in decided],
+            "end": [answer.last for answer in decided],
+            "candidates": [answer.candidates for answer in decided],
         }
         return pa.table(columns, schema=self.answer_schema(labels_of(split.facts)))
 
@@ -334,9 +334,9 @@ class _Description(Description):
 def _decided(answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> Iterator[ChosenAnswer]:
     """Yield the answer to each of some rows."""
     may_be_none = NO_ANSWER in split.facts.labels
-    chosen = range(*rows.indices(split.rows))
+    row_numbers = range(*rows.indices(split.rows))
     contexts = split.raw_values(split.inputs["context"], rows)
-    for row, context in zip(chosen, contexts, strict=True):
+    for row, context in zip(row_numbers, contexts, strict=True):
         spans: list[Span] = []
         none = np.inf
         for at in split.features_by_row[row]:
@@ -402,17 +402,19 @@ def _answer_tokens(
     if not texts:
         return [(0, 0)] * len(windows)
     begin, finish = starts[0], starts[0] + len(texts[0])
-    found = [
+    tokens_by_window = [
         [at for at, (a, b) in enumerate(zip(*window, strict=True)) if 0 <= a < min(b, finish) and b > begin]
         for window in windows
     ]
-    held = [(first[at], last[at]) for (first, last), tokens in zip(windows, found, strict=True) for at in tokens]
+    held = [
+        (first[at], last[at]) for (first, last), tokens in zip(windows, tokens_by_window, strict=True) for at in tokens
+    ]
     if not held:
         return None
     edges = min(first for first, _ in held), max(last for _, last in held)
     return [
         (tokens[0], tokens[-1]) if tokens and (first[tokens[0]], last[tokens[-1]]) == edges else (0, 0)
-        for (first, last), tokens in zip(windows, found, strict=True)
+        for (first, last), tokens in zip(windows, tokens_by_window, strict=True)
     ]
 
 
@@ -435,15 +437,15 @@ def _answers(split: RawSplit, columns: Columns) -> NDArray[Any]:
         rule = f"the column is of type {values.type}, not {{text: [...], answer_start: [...]}} as in SQuAD"
         raise row_error("NotAnswers", split, 0, path, column, values[0].as_py(), rule)
     contexts = table[columns.context].to_pylist()
-    found = np.empty(len(values), object)
-    for row, (each, context) in enumerate(zip(values.to_pylist(), contexts, strict=True)):
-        answer_texts, places = ((each or {}).get(name) or [] for name in ("text", "answer_start"))
+    answers = np.empty(len(values), object)
+    for row, (value, context) in enumerate(zip(values.to_pylist(), contexts, strict=True)):
+        answer_texts, places = ((value or {}).get(name) or [] for name in ("text", "answer_start"))
         if len(answer_texts) != len(places) or None in answer_texts or None in places:
             rule = f"it has {len(answer_texts)} texts for {len(places)} places"
-            raise row_error("NotAnswers", split, row, path, column, each, rule)
+            raise row_error("NotAnswers", split, row, path, column, value, rule)
         for answer, place in zip(answer_texts, places, strict=True):
             if context[place : place + len(answer)] != answer or place < 0 or not answer:
                 rule = f"its paragraph has {context[max(0, place) : max(0, place) + len(answer)]!r} at {place}"
-                raise row_error("AnswerNotThere", split, row, path, column, each, rule)
-        found[row] = (answer_texts, places)
-    return found
+                raise row_error("AnswerNotThere", split, row, path, column, value, rule)
+        answers[row] = (answer_texts, places)
+    return answers

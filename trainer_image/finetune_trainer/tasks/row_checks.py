@@ -45,10 +45,10 @@ def not_set(path: str, content: str) -> StageError:
     return StageError(FailureClass.CONFIG, "MissingSetting", f"{path} is not set; it names {content}.", f"Set {path}.")
 
 
-def refuse_other_columns(columns: Columns, setting: str, own: Collection[str], rule: str) -> None:
+def refuse_other_columns(columns: Columns, setting: str, allowed: Collection[str], rule: str) -> None:
     """Raise StageError CONFIG for columns of other tasks, which nothing reads. `rule` names the task's columns."""
     for name, value in columns:
-        if value is not None and name not in own:
+        if value is not None and name not in allowed:
             path = f"{setting}.columns.{name}"
             raise StageError(
                 FailureClass.CONFIG, "ColumnOfAnotherTask", f"{path} is {value!r}; {rule}.", f"Leave {path} out."

@@ -98,10 +98,10 @@ class _Encoding(Encoding):
         if made is None:
             features, truncated = _called(texts, pairs, coding, types=types)
         else:
-            features = {"input_ids": [each.ids for each in made]}
+            features = {"input_ids": [encoding.ids for encoding in made]}
             if types:
-                features["token_type_ids"] = [each.type_ids or [0] for each in made]
-            truncated = sum(bool(each.overflowing) for each in made)
+                features["token_type_ids"] = [encoding.type_ids or [0] for encoding in made]
+            truncated = sum(bool(encoding.overflowing) for encoding in made)
         features["input_ids"] = never_empty(features["input_ids"], coding)
         if targets is not None:
             features[_column_of(targets)] = targets.tolist()
@@ -128,7 +128,7 @@ class _Encoding(Encoding):
         role = "train" if "train" in values else next(iter(values))
         split = labelled[role]
         if given and form.name != "regression":
-            values = {each: mapped(labelled[each], column, found, given) for each, found in values.items()}
+            values = {role: mapped(labelled[role], column, labels, given) for role, labels in values.items()}
             names, notes = mapped_names(given), unused_note(split, column, values[role], given)
         else:
             names = form.names(split, column, values[role]) if known is None else known.names
@@ -139,8 +139,8 @@ class _Encoding(Encoding):
             raise _one_label(split, names)
         if form.name == "multi_label_classification" and not names:
             raise row_error("NoLabels", split, 0, PATH, column, values[role][0], "no row has a label")
-        found = {each: form.targets(labelled[each], column, labels, names) for each, labels in values.items()}
-        return Targets(Labels(names, form.name), found, notes)
+        targets = {role: form.targets(labelled[role], column, labels, names) for role, labels in values.items()}
+        return Targets(Labels(names, form.name), targets, notes)
 
     def count_labels(self, targets: NDArray[Any], labels: Labels) -> dict[str, int]:
         """Count the rows of each label."""
@@ -264,7 +264,7 @@ def _called(
     encoded = tokenizer(texts, pairs, truncation=True, max_length=max_length, verbose=False, **arguments)
     features = {"input_ids": encoded["input_ids"]}
     if types:
-        features["token_type_ids"] = [each or [0] for each in encoded["token_type_ids"]]
+        features["token_type_ids"] = [type_ids or [0] for type_ids in encoded["token_type_ids"]]
     full = [i for i, ids in enumerate(features["input_ids"]) if len(ids) >= max_length]
     if not full:
         return features, 0
@@ -318,11 +318,11 @@ def _notes(split: RawSplit, column: str, form: Form, values: Sequence[Any], name
 def _refuse_other_form(split: RawSplit, column: str, form: Form, given: Mapping[str, str]) -> None:
     """Raise StageError DATA for a split whose labels are of another form than those of the deciding split."""
     kind = split.table[column].type
-    found = form_of(split, column, given)
+    split_form = form_of(split, column, given)
     # Integers may stand for fractions, and names of one split may happen to look like them.
     lists = "multi_label_classification"
-    if (found.name == lists) != (form.name == lists) or (
-        found.name == "regression" and form.name == "single_label_classification" and not is_text(kind)
+    if (split_form.name == lists) != (form.name == lists) or (
+        split_form.name == "regression" and form.name == "single_label_classification" and not is_text(kind)
     ):
         value = split.table[column][0].as_py()
         rule = f"the column is of type {kind}, and the labels are those of {form.name.replace('_', ' ')}"

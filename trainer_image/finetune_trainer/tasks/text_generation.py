@@ -102,15 +102,15 @@ class _Encoding(LanguageEncoding):
 
     def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
         """Return the continuation of prompts; for texts and conversations True for each learnt row."""
-        found: dict[str, NDArray[Any]] = {}
+        targets: dict[str, NDArray[Any]] = {}
         for role, split in raw.items():
             count = len(split.rows)
             if columns.text is not None:
-                found[role] = np.ones(count, bool)
+                targets[role] = np.ones(count, bool)
             elif columns.messages is not None:
-                replied = [_replied(each) for each in split.table[columns.messages].to_pylist()]
+                replied = [_replied(messages) for messages in split.table[columns.messages].to_pylist()]
                 if all(replied):
-                    found[role] = np.ones(count, bool)
+                    targets[role] = np.ones(count, bool)
                 elif role != "test":
                     row = replied.index(False)
                     path, value = "dataset.columns.messages", split.rows[row][columns.messages]
@@ -118,8 +118,8 @@ class _Encoding(LanguageEncoding):
                     raise row_error("NoReply", split, row, path, columns.messages, value, rule)
             elif columns.target in split.rows.column_names:
                 assert columns.target is not None
-                found[role] = wanted_texts(split, columns.target)
-        return Targets(of=found)
+                targets[role] = wanted_texts(split, columns.target)
+        return Targets(of=targets)
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
         """Encode texts as windows; a prompt or a conversation that does not fit loses its beginning, down to half of a
@@ -130,14 +130,14 @@ class _Encoding(LanguageEncoding):
             features["labels"] = []
         of_row: list[int] = []
         truncated = 0
-        for row, each in enumerate(_tokens(rows, targets, coding)):
-            truncated += each.cut
-            for start, end, fresh in each.windows:
-                ids = each.ids[start:end]
+        for row, tokens in enumerate(_tokens(rows, targets, coding)):
+            truncated += tokens.cut
+            for start, end, fresh in tokens.windows:
+                ids = tokens.ids[start:end]
                 features["input_ids"].append(ids)
-                features["prompt"].append(min(each.prompt - start, len(ids)))
+                features["prompt"].append(min(tokens.prompt - start, len(ids)))
                 if targets is not None:
-                    learnt = each.learnt[start:end]
+                    learnt = tokens.learnt[start:end]
                     features["labels"].append(
                         [
                             token if is_learnt and at and at >= fresh else NOT_LEARNT

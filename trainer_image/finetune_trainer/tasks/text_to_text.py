@@ -101,11 +101,11 @@ class _Encoding(LanguageEncoding):
 
     def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
         """Return the wanted texts."""
-        found: dict[str, NDArray[Any]] = {}
+        targets: dict[str, NDArray[Any]] = {}
         for role, split in raw.items():
             if columns.target is not None and columns.target in split.rows.column_names:
-                found[role] = wanted_texts(split, columns.target)
-        return Targets(of=found)
+                targets[role] = wanted_texts(split, columns.target)
+        return Targets(of=targets)
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
         """Encode; both texts lose their end where they are too long."""
@@ -212,10 +212,10 @@ def _cut(coding: Coding, **texts: list[str]) -> tuple[list[list[int]], list[bool
     """Return the tokens of each text with its end token, and True for texts that were cut."""
     encoded = coding.tokenizer(**texts, padding=False, truncation=False, return_attention_mask=False, verbose=False)
     special = coding.tokenizer.num_special_tokens_to_add(pair=False)
-    found, cut = [], []
+    tokens, cut = [], []
     for ids in encoded["input_ids"]:
         long = len(ids) > coding.max_length
         # Keep the token that a tokenizer adds at the end, the end token.
-        found.append([*ids[: coding.max_length - 1], ids[-1]] if long and special else ids[: coding.max_length])
+        tokens.append([*ids[: coding.max_length - 1], ids[-1]] if long and special else ids[: coding.max_length])
         cut.append(long)
-    return found, cut
+    return tokens, cut

@@ -218,7 +218,10 @@ class _Scoring(Scoring):
         outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
         logits = outputs.logits.float().cpu().numpy()
         # A model may pad its input and return logits for the padding; features have the true length.
-        return [{"logits": logits[row, np.flatnonzero(each["words"] != _NO_WORD)]} for row, each in enumerate(features)]
+        return [
+            {"logits": logits[row, np.flatnonzero(feature["words"] != _NO_WORD)]}
+            for row, feature in enumerate(features)
+        ]
 
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
         """Return the mean cross-entropy of a word with tokens in nats; for all words see `measured`."""
@@ -242,8 +245,8 @@ class _Scoring(Scoring):
         """Return rows with the most confident wrong tag first (at most half), then the first right rows."""
         tags, predicted, names = _gold(split), list(_predicted_tags(answers, split, slice(None))), split.facts.labels
         wrong = np.array([
-            float(np.where(each.ids != right, np.maximum(each.scores, _LEAST), 0.0).max())
-            for each, right in zip(predicted, tags, strict=True)
+            float(np.where(prediction.ids != right, np.maximum(prediction.scores, _LEAST), 0.0).max())
+            for prediction, right in zip(predicted, tags, strict=True)
         ])  # fmt: skip
         return [
             {
@@ -273,12 +276,12 @@ class _Description(Description):
         0, and no tag (null) where no tag is `O`.
         """
         names, raw = split.facts.labels, split.raw_values(split.inputs["tokens"], rows)
-        tags, scores, found = [], [], []
+        tags, scores, entities = [], [], []
         for predicted, words in zip(_predicted_tags(answers, split, rows), raw, strict=True):
             tags.append([None if at == _NO_TAG else names[at] for at in predicted.ids])
             scores.append(predicted.scores)
-            found.append(_entities([tag or OUTSIDE for tag in tags[-1]], words, predicted.scores))
-        columns = {"tags": tags, "scores": scores, "entities": found}
+            entities.append(_entities([tag or OUTSIDE for tag in tags[-1]], words, predicted.scores))
+        columns = {"tags": tags, "scores": scores, "entities": entities}
         return pa.table(columns, schema=self.answer_schema(labels_of(split.facts)))
 
     def warm_row(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -55,21 +55,21 @@ too (_SAMPLING_EPS of its v1/sample/sampler.py)."""
 def search(generation: Generation) -> dict[str, Any]:
     """Return the settings as arguments of `generate`."""
     sampled = generation.temperature >= LEAST_TEMPERATURE
-    chosen: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "max_new_tokens": generation.max_new_tokens,
         "num_beams": generation.num_beams,
         "do_sample": sampled,
     }
     if sampled:
-        chosen |= {"temperature": generation.temperature, "top_p": generation.top_p}
-    return chosen
+        arguments |= {"temperature": generation.temperature, "top_p": generation.top_p}
+    return arguments
 
 
 def ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that end generation: the model's own, and the tokenizer's, with which training rows end."""
-    own = getattr(model.generation_config, "eos_token_id", None)
-    found = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
-    return sorted(token for token in found if isinstance(token, int))
+    model_ends = getattr(model.generation_config, "eos_token_id", None)
+    tokens = {*(model_ends if isinstance(model_ends, list) else [model_ends]), tokenizer.eos_token_id}
+    return sorted(token for token in tokens if isinstance(token, int))
 
 
 class DecoderWriter:
@@ -79,7 +79,7 @@ class DecoderWriter:
 
     def chosen(self, split: PreparedSplit) -> NDArray[np.int64]:
         """Return the last feature of each row: there the text ends."""
-        return np.array([each[-1] for each in split.features_by_row])
+        return np.array([features[-1] for features in split.features_by_row])
 
     def write(
         self,
@@ -168,14 +168,14 @@ def token_nlls(scored: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Answ
     """
     import torch
 
-    found: list[dict[str, list[torch.Tensor]]] = []
+    parts_by_row: list[dict[str, list[torch.Tensor]]] = []
     for logits, labels in scored:
-        found = found or [{"nll": [], "hit": []} for _ in labels]
-        for of_row, *row in zip(found, logits, labels, strict=True):
-            for chosen, right in judged(*row):
-                of_row["nll"].append(torch.nn.functional.cross_entropy(chosen, right, reduction="none"))
-                of_row["hit"].append(chosen.argmax(-1) == right)
-    return [{name: torch.cat(each).cpu().numpy() for name, each in of_row.items()} for of_row in found]
+        parts_by_row = parts_by_row or [{"nll": [], "hit": []} for _ in labels]
+        for of_row, *row in zip(parts_by_row, logits, labels, strict=True):
+            for row_logits, right in judged(*row):
+                of_row["nll"].append(torch.nn.functional.cross_entropy(row_logits, right, reduction="none"))
+                of_row["hit"].append(row_logits.argmax(-1) == right)
+    return [{name: torch.cat(parts).cpu().numpy() for name, parts in of_row.items()} for of_row in parts_by_row]
 
 
 def logits_at(
@@ -223,7 +223,7 @@ def kept_places(model: torch.nn.Module, places: torch.Tensor) -> torch.Tensor | 
 @contextmanager
 def _reading_once(body: torch.nn.Module) -> Iterator[None]:
     """Cache the output of the first call of `body`'s `forward` for all later calls."""
-    own, read = vars(body).get("forward"), body.forward
+    instance_forward, read = vars(body).get("forward"), body.forward
     outputs: list[Any] = []
 
     def forward(*arguments: Any, **named: Any) -> Any:
@@ -236,8 +236,8 @@ def _reading_once(body: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         del body.forward
-        if own is not None:
-            body.forward = own
+        if instance_forward is not None:
+            body.forward = instance_forward
 
 
 def judged(logits: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -65,7 +65,7 @@ class Deal:
         rounds = -(-len(batches) // self.ranks)
         # Ranks without a batch of their own in the last round repeat the last one; equal answers overwrite equal
         # answers.
-        mine = [batches[min(each * self.ranks + self.rank, len(batches) - 1)] for each in range(rounds)]
+        mine = [batches[min(number * self.ranks + self.rank, len(batches) - 1)] for number in range(rounds)]
         return DealtSplit(self, role, len(widths), wanted, mine)
 
 

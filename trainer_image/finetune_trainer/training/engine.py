@@ -125,8 +125,8 @@ class Engine:
         self._look_for_unused_weights(first_loss)
         self.compiled = compile_blocks(self.model, args)
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, self.model)
-        groups, own = parameter_groups(self.model, args.weight_decay), self._strategy.replica_step
-        self._wrap(kind(groups if own is None else own.stepped_groups(groups), **settings))
+        groups, replica_step = parameter_groups(self.model, args.weight_decay), self._strategy.replica_step
+        self._wrap(kind(groups if replica_step is None else replica_step.stepped_groups(groups), **settings))
         further: Any = args.lr_scheduler_kwargs
         warmup = args.get_warmup_steps(args.max_steps)
         self.schedule = get_scheduler(args.lr_scheduler_type, self.optimizer, warmup, args.max_steps, further)
@@ -161,11 +161,11 @@ class Engine:
         placed, args, name = self.placed, self.args, self._strategy.name
         self._strategy.assert_in_effect(placed)
         scaled = self.accelerator.scaler is not None and self.accelerator.scaler.is_enabled()
-        found = f"the loss is {'' if scaled else 'not '}scaled, and fp16 is {'on' if self._scales_loss else 'off'}"
-        expect(scaled == self._scales_loss, name, "WrongLossScaling", found)
+        problem = f"the loss is {'' if scaled else 'not '}scaled, and fp16 is {'on' if self._scales_loss else 'off'}"
+        expect(scaled == self._scales_loss, name, "WrongLossScaling", problem)
         self.compiled.assert_in_effect(name, requested=bool(args.torch_compile))
-        found = f"training.optimizer is {optimizer}, and {type(placed.optimizer).__qualname__} steps"
-        expect(is_optimizer(optimizer, placed.optimizer), name, "WrongOptimizer", found)
+        problem = f"training.optimizer is {optimizer}, and {type(placed.optimizer).__qualname__} steps"
+        expect(is_optimizer(optimizer, placed.optimizer), name, "WrongOptimizer", problem)
 
     @property
     def _scales_loss(self) -> bool:
@@ -206,8 +206,8 @@ class Engine:
         """
         grad_norm = self._clipped(self.args.max_grad_norm or math.inf)
         self.optimizer.step()
-        if (own := self._strategy.replica_step) is not None:
-            own.share_weights()
+        if (replica_step := self._strategy.replica_step) is not None:
+            replica_step.share_weights()
         return grad_norm
 
     def _clipped(self, most: float) -> Any:
@@ -215,9 +215,9 @@ class Engine:
         if self._strategy.scales_loss:
             # accelerate does it only together with autocast.
             self.accelerator.scaler.unscale_(self._inner_optimizer())
-        own = self._strategy.replica_step
-        if own is not None:
-            return own.clip_gradients(self.model, most)
+        replica_step = self._strategy.replica_step
+        if replica_step is not None:
+            return replica_step.clip_gradients(self.model, most)
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), most)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -237,10 +237,10 @@ class Engine:
         """Return the mean over all ranks of their `loss`, and the norm of the gradients, on their way to the host.
         Every rank must call it.
         """
-        found = [self.accelerator.gather(loss).mean().double()]
+        figures = [self.accelerator.gather(loss).mean().double()]
         if isinstance(grad_norm, torch.Tensor):
-            found.append(grad_norm.to(found[0].device, torch.float64).reshape(()))
-        return StepFigures(torch.stack(found), None if len(found) > 1 else grad_norm)
+            figures.append(grad_norm.to(figures[0].device, torch.float64).reshape(()))
+        return StepFigures(torch.stack(figures), None if len(figures) > 1 else grad_norm)
 
 
 class DeepSpeedEngine(Engine):
@@ -320,21 +320,21 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     """
     named = get_parameter_names(model, [nn.LayerNorm], list(_NOT_DECAYED))  # type: ignore[no-untyped-call]
     decayed = set(named)
-    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     groups = [
-        ([each for name, each in trained if name in decayed], weight_decay),
-        ([each for name, each in trained if name not in decayed], 0.0),
+        ([weight for name, weight in trained if name in decayed], weight_decay),
+        ([weight for name, weight in trained if name not in decayed], 0.0),
     ]
-    if len({_mesh_of(each) for _, each in trained}) > 1:
+    if len({_mesh_of(weight) for _, weight in trained}) > 1:
         groups = [(of_mesh, decay) for weights, decay in groups for of_mesh in _by_mesh(weights)]
     return [{"params": weights, "weight_decay": decay} for weights, decay in groups]
 
 
 def _by_mesh(weights: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    found: dict[Any, list[nn.Parameter]] = {}
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
     for weight in weights:
-        found.setdefault(_mesh_of(weight), []).append(weight)
-    return list(found.values())
+        by_mesh.setdefault(_mesh_of(weight), []).append(weight)
+    return list(by_mesh.values())
 
 
 def _mesh_of(weight: torch.Tensor) -> Any:

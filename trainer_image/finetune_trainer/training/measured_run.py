@@ -69,9 +69,9 @@ def _optimizer_tensors(placed: Placed) -> Iterator[torch.Tensor]:
     optimizer: Any = placed.optimizer
     while hasattr(optimizer, "optimizer"):  # DeepSpeed's are around the one that steps
         optimizer = optimizer.optimizer
-    own = {id(weight) for weight in placed.model.parameters()}
+    weight_ids = {id(weight) for weight in placed.model.parameters()}
     for weight, states in optimizer.state.items():
-        if id(weight) not in own:
+        if id(weight) not in weight_ids:
             yield weight
         yield from (state for state in states.values() if isinstance(state, torch.Tensor))
 

@@ -102,8 +102,8 @@ class KeptReference:
                 done += 1
                 self.on_batch(done)
             values = np.full((split.features, len(names)), np.nan, np.float32)
-            for wanted, found in (each for rank in gathered(mine) for each in rank):
-                values[wanted] = found
+            for wanted, rows in (batch for rank in gathered(mine) for batch in rank):
+                values[wanted] = rows
             self.answers.values[role] = values
         if self.world.is_main:
             self._write()
@@ -115,7 +115,7 @@ class KeptReference:
         with np.load(self.path, allow_pickle=False) as file:
             values = dict(file.items())
         shapes = {role: (split.features, len(self.answers.names)) for role, split in self.splits.items()}
-        if {role: each.shape for role, each in values.items()} != shapes:
+        if {role: array.shape for role, array in values.items()} != shapes:
             return None
         known = (np.isfinite(values[role][split.wanted]).all() for role, split in self.splits.items())
         return values if all(known) else None

@@ -199,9 +199,9 @@ def _start(run: TrainingRun) -> StartedModel:
 
 def _objective(run: TrainingRun, model: PreTrainedModel) -> Objective:
     """Return the loss to minimise, which `model` computes in chunks from here on where it can."""
-    own, training, in_chunks = run.task.head.objective, run.training, False
-    if own is None or own.of_rows is not None:
-        in_chunks = chunk_loss(model, training, of_rows=own is not None) is not None
+    objective, training, in_chunks = run.task.head.objective, run.training, False
+    if objective is None or objective.of_rows is not None:
+        in_chunks = chunk_loss(model, training, of_rows=objective is not None) is not None
     return objective_of(run.task.head, model, training.label_smoothing, in_chunks=in_chunks)
 
 

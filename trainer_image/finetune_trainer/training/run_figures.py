@@ -34,12 +34,12 @@ class Outcome:
 
 def measured_surroundings(devices: MeasuredDevices | None, communication: Communication | None) -> dict[str, Any]:
     """Return what was measured of the processes' GPUs and of the transports between them, for metrics.json."""
-    found: dict[str, Any] = {}
+    surroundings: dict[str, Any] = {}
     if devices is not None:
-        found["devices"] = {"text": devices.text, **devices.model_dump(mode="json")}
+        surroundings["devices"] = {"text": devices.text, **devices.model_dump(mode="json")}
     if communication is not None:
-        found["communication"] = communication.model_dump(mode="json")
-    return found
+        surroundings["communication"] = communication.model_dump(mode="json")
+    return surroundings
 
 
 @dataclass(frozen=True)

@@ -109,14 +109,14 @@ def _mlflow(tracked: Tracked) -> Iterator[TrainerCallback]:
 
     mlflow: Any = import_module("mlflow")
     environment, folder = tracked.environment, (tracked.folder / "mlflow").resolve()
-    own = _MLFLOW_STORE not in environment
-    if own:
+    own_store = _MLFLOW_STORE not in environment
+    if own_store:
         folder.mkdir(parents=True, exist_ok=True)
         # MLflow maintains its database store; its store of plain files is deprecated (MLflow 3).
         mlflow.set_tracking_uri(f"sqlite:///{folder / 'mlflow.db'}")
     name = environment.get("MLFLOW_EXPERIMENT_NAME") or tracked.job
     if mlflow.get_experiment_by_name(name) is None:
-        mlflow.create_experiment(name, (folder / "artifacts").as_uri() if own else None)
+        mlflow.create_experiment(name, (folder / "artifacts").as_uri() if own_store else None)
     mlflow.set_experiment(name)
     run = environment.get("MLFLOW_RUN_ID") or _run_id(tracked, "mlflow")
     started = mlflow.start_run(run_id=run, run_name=environment.get("MLFLOW_RUN_NAME") or tracked.job)
@@ -128,7 +128,7 @@ def _mlflow(tracked: Tracked) -> Iterator[TrainerCallback]:
     finally:
         mlflow.flush_async_logging()
         mlflow.end_run(status)
-        if own:
+        if own_store:
             mlflow.set_tracking_uri(None)  # or it would be taken for the environment's
 
 

@@ -99,14 +99,14 @@ def _published(paths: JobPaths, size: int) -> Iterator[tuple[Path, Path]]:
     """
     folders = (paths.model, paths.adapter)
     partial = {folder: folder.with_name(f"{folder.name}.partial") for folder in folders}
-    for each in partial.values():
-        shutil.rmtree(each, ignore_errors=True)
+    for written in partial.values():
+        shutil.rmtree(written, ignore_errors=True)
     try:
         with storage_errors_named(partial[paths.model], "the trained model", size):
             yield partial[paths.model], partial[paths.adapter]
     except BaseException:
-        for each in partial.values():
-            shutil.rmtree(each, ignore_errors=True)
+        for written in partial.values():
+            shutil.rmtree(written, ignore_errors=True)
         raise
     for folder, written in partial.items():
         former = folder.with_name(f"{folder.name}.former")

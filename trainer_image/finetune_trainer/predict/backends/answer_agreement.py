@@ -29,8 +29,8 @@ def worst_metric(reference: Mapping[str, float], measured: Mapping[str, float]) 
     """Return the metric that is worst against the reference; None if none was measured. A metric that became NaN or
     infinite is infinitely worse.
     """
-    found = [WorstMetric(name, _worse(name, reference[name], measured[name])) for name in reference]
-    return max(found, key=lambda each: each.by, default=None)
+    metrics = [WorstMetric(name, _worse(name, reference[name], measured[name])) for name in reference]
+    return max(metrics, key=lambda metric: metric.by, default=None)
 
 
 def _worse(name: str, reference: float, measured: float) -> float:
@@ -65,8 +65,8 @@ def _paired(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[floa
 
 def largest_difference(reference: Rows, answers: Rows) -> float:
     """Return the largest difference of two real numbers at the same place, among rows that agree apart from them."""
-    found = (pair for rows in zip(reference, answers, strict=True) for pair in _paired(*rows) or ())
-    return max((abs(one - other) for one, other in found if math.isfinite(one) and math.isfinite(other)), default=0.0)
+    pairs = (pair for rows in zip(reference, answers, strict=True) for pair in _paired(*rows) or ())
+    return max((abs(one - other) for one, other in pairs if math.isfinite(one) and math.isfinite(other)), default=0.0)
 
 
 def _without_reals(value: Any) -> Any:
@@ -81,7 +81,7 @@ def _reals(value: Any) -> list[float]:
     if isinstance(value, float):
         return [value]
     if isinstance(value, Mapping):
-        return [found for inner in value.values() for found in _reals(inner)]
+        return [real for inner in value.values() for real in _reals(inner)]
     if isinstance(value, list | tuple):
-        return [found for inner in value for found in _reals(inner)]
+        return [real for inner in value for real in _reals(inner)]
     return []

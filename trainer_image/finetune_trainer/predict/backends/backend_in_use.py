@@ -121,11 +121,11 @@ class BackendInUse:
 
     def choose(self) -> str:
         """Return the name of the backend, measured unless known. StageErrors of `choosing.choose`."""
-        found = self._without_measuring() or self._small() or self._remembered() or self._measured()
-        if not any(row.chosen and row.agreement is not None for row in found.table.backends):
-            self._refuse_wrong(found.name, found.forward)
-        self._chosen = found
-        return found.name
+        chosen = self._without_measuring() or self._small() or self._remembered() or self._measured()
+        if not any(row.chosen and row.agreement is not None for row in chosen.table.backends):
+            self._refuse_wrong(chosen.name, chosen.forward)
+        self._chosen = chosen
+        return chosen.name
 
     def forward(self, name: str) -> Substitute | None:
         """Return the forward pass that replaces the model's; None for the model itself. StageError
@@ -183,14 +183,14 @@ class BackendInUse:
 
     def _remembered(self) -> Chosen | None:
         try:
-            found = _StoredChoice.model_validate_json(self._place.read_bytes())
+            stored = _StoredChoice.model_validate_json(self._place.read_bytes())
         except (OSError, ValidationError):
             return None
-        if found.basis != self._basis():
+        if stored.basis != self._basis():
             return None
         log.info("Using earlier measurements of the backends on this type of machine.")
-        made = None if found.table.chosen == "none" else self._made(found.table.chosen)
-        return Chosen(found.table.chosen, made, found.table)
+        made = None if stored.table.chosen == "none" else self._made(stored.table.chosen)
+        return Chosen(stored.table.chosen, made, stored.table)
 
     def _measured(self) -> Chosen:
         sample, remaining = self._sampled(self._sample_rows)[0], self._remaining(self._sample_rows)

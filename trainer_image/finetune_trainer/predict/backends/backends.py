@@ -42,10 +42,10 @@ FAMILIES = {"int8": ("onnx-int8", "openvino-int8")}
 def backend_by_name(name: str, texts: TextSettings | None = None) -> Backend:
     """Return a backend; KeyError for a name that none has. `texts`: settings, if the answers are generated texts."""
     place = _BACKENDS[name]
-    found = getattr(import_module(f"{_PACKAGE}.{place.module}"), place.attribute)
+    backend = getattr(import_module(f"{_PACKAGE}.{place.module}"), place.attribute)
     if texts is None or name not in TEXT_BACKENDS:
-        return cast(Backend, found)
-    return cast(Backend, replace(found, url=texts.server) if name == VLLM else replace(found, settings=texts))
+        return cast(Backend, backend)
+    return cast(Backend, replace(backend, url=texts.server) if name == VLLM else replace(backend, settings=texts))
 
 
 def backends_of(requested: str, *, texts: TextSettings | None = None) -> list[Backend]:

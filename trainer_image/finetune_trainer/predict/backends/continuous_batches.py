@@ -300,6 +300,6 @@ def _unsuitable_model(model: PreTrainedModel) -> str | None:
 
 
 def _unsuitable_settings(config: GenerationConfig | None) -> str | None:
-    found = {} if config is None else config.to_diff_dict()
-    used = [name for name in sorted(found) if name not in _WITHOUT_EFFECT and found[name] != _NEUTRAL.get(name)]
+    settings = {} if config is None else config.to_diff_dict()
+    used = [name for name in sorted(settings) if name not in _WITHOUT_EFFECT and settings[name] != _NEUTRAL.get(name)]
     return f"the model's generation_config.json sets {', '.join(used)}, which slots do not apply" if used else None

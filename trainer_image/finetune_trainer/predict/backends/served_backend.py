@@ -133,5 +133,5 @@ def _sample_shard(row: Mapping[str, Any]) -> RowShard:
         value = row[longest]
         rows.append({**row, longest: value * times if isinstance(value, list) else " ".join([value] * times)})
     table = pa.Table.from_pylist(rows)
-    read = ShardRows(len(rows), np.arange(len(rows)), lambda chosen: table.take(pa.array(chosen, pa.int64())))
+    read = ShardRows(len(rows), np.arange(len(rows)), lambda indices: table.take(pa.array(indices, pa.int64())))
     return RowShard(ShardKey(0, 0), "sample", len(rows), lambda: read)

@@ -107,11 +107,11 @@ def merged(parts: Sequence[Slots], cache: Cache) -> Slots:
     columns = max(int(mask.sum(1).max()) for mask in masks)
     for number, layer in enumerate(cast(Any, cache).layers):
         layers = [(cast(Any, part.cache).layers[number], live) for part, live in kept]
-        keys = _at_the_end(((each.keys, live) for each, live in layers), columns, ROOM)
-        values = _at_the_end(((each.values, live) for each, live in layers), columns, ROOM)
+        keys = _at_the_end(((part_layer.keys, live) for part_layer, live in layers), columns, ROOM)
+        values = _at_the_end(((part_layer.values, live) for part_layer, live in layers), columns, ROOM)
         layer.hold(keys, values, columns)
-        for each, _ in layers:
-            each.reset()
+        for part_layer, _ in layers:
+            part_layer.reset()
     mask = _at_the_end(((part.mask[:, None, :, None], live) for part, live in kept), columns, 0)[:, 0, :, 0]
     last = torch.cat([part.last[live] for part, live in kept])
     return Slots(cache, [part.rows[slot] for part, live in kept for slot in live], mask, last)

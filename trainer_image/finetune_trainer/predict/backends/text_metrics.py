@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 def reference_texts(split: PreparedSplit, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the reference of each row, without special tokens. StageError DATA `NoReferences` if no row has one."""
-    last = np.array([each[-1] for each in split.features_by_row])
-    found = []
+    last = np.array([features[-1] for features in split.features_by_row])
+    texts = []
     for feature in split.data.features(split.role, last):
         answer = slice(int(feature["prompt"]), int(feature.get("chosen", len(feature["input_ids"]))))
-        found.append(str(tokenizer.decode(feature["input_ids"][answer], skip_special_tokens=True)))
-    if not any(found):
+        texts.append(str(tokenizer.decode(feature["input_ids"][answer], skip_special_tokens=True)))
+    if not any(texts):
         raise StageError(
             FailureClass.DATA,
             "NoReferences",
             f"predict.metricTolerance compares generated texts with references, and the {split.role} split has none.",
             "Name dataset.columns.source and target, or messages, or leave predict.metricTolerance out.",
         )
-    return found
+    return texts
 
 
 def text_metrics(written: Sequence[str], references: Sequence[str]) -> dict[str, float]:

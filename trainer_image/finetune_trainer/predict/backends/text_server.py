@@ -143,9 +143,9 @@ class TextServer:
             self._body(prompt, ends, {**settings, **({} if seed is None else {"seed": seed})})
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        found = self._all(bodies)
-        self.refused = {at: each for at, each in enumerate(found) if isinstance(each, Refusal)}
-        tokens = [[] if isinstance(each, Refusal) else each for each in found]
+        answers = self._all(bodies)
+        self.refused = {at: answer for at, answer in enumerate(answers) if isinstance(answer, Refusal)}
+        tokens = [[] if isinstance(answer, Refusal) else answer for answer in answers]
         return with_texts(input_ids.cpu(), tokens, pad_token_id)
 
     def calls(self, tokens: NDArray[np.int64], batch_tokens: int) -> Sequence[NDArray[np.int64]]:
@@ -165,11 +165,11 @@ class TextServer:
         for row in rows:
             with torch.inference_mode():
                 logits = cast(Any, model)(input_ids=row[None]).logits[0, -1]
-            found = self._tried(self._body(row.tolist(), [], _ONE_TOKEN))
-            if isinstance(found, Refusal):
-                raise NotAvailable(f"{self.url} rejects a row: {found.message}")
+            answer = self._tried(self._body(row.tolist(), [], _ONE_TOKEN))
+            if isinstance(answer, Refusal):
+                raise NotAvailable(f"{self.url} rejects a row: {answer.message}")
             self._probe = row.tolist()
-            equal += found[:1] == [int(logits.argmax())]
+            equal += answer[:1] == [int(logits.argmax())]
         if equal < CHECKED_SHARE * len(rows):
             raise NotAvailable(
                 f"the model {self.name} of {self.url} continues {equal} of {len(rows)} rows as the job's model does: "
@@ -184,8 +184,8 @@ class TextServer:
         entries = [
             item for item in _items(listed, "data") if isinstance(item.get("id"), str) and not item.get("parent")
         ]
-        own = [entry for entry in entries if model.name_or_path in (entry["id"], entry.get("root"))]
-        chosen = entries if len(entries) == 1 else own
+        matching = [entry for entry in entries if model.name_or_path in (entry["id"], entry.get("root"))]
+        chosen = entries if len(entries) == 1 else matching
         if len(chosen) != 1:
             names = ", ".join(str(entry["id"])[:80] for entry in entries[:5]) or "none"
             raise NotAvailable(f"{url} has the models {names}; start it with the job's model alone")
@@ -204,7 +204,7 @@ class TextServer:
         with ThreadPoolExecutor(max(1, min(REQUESTS, len(bodies)))) as threads:
             running = [threads.submit(self._tried, body, over) for body in bodies]
             try:
-                return [each.result() for each in running]
+                return [future.result() for future in running]
             finally:  # the other requests end with the first error
                 over.set()
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -214,10 +214,10 @@ class TextServer:
         away. NotAvailable if an answer has no token ids.
         """
         try:
-            found = self._retried("/v1/completions", body, over)
+            answer = self._retried("/v1/completions", body, over)
         except _RowError as error:
             return Refusal("ServerRefusedRow", str(error))
-        choices = _items(found, "choices")
+        choices = _items(answer, "choices")
         tokens = choices[0].get("token_ids") if choices else None
         if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
             raise NotAvailable(f"{self.url} returns no token ids (return_token_ids), as vLLM does from 0.10.2 on")
@@ -230,7 +230,7 @@ class TextServer:
         over = over or threading.Event()
         while True:
             try:
-                found = self._once(path, body)
+                answer = self._once(path, body)
             except _ServerError as error:
                 errors += not error.busy
                 if errors >= TRIES and self._answers_another():
@@ -242,7 +242,7 @@ class TextServer:
                 waits = min(MOST_WAIT_SECONDS, 2 * waits)
             else:
                 self._answered = time.monotonic()
-                return found
+                return answer
 
     def _answers_another(self) -> bool:
         if not self._probe:
@@ -318,8 +318,8 @@ def _shortest_rows(sample: Sequence[Batch]) -> list[torch.Tensor]:
 
 def _items(answer: Any, name: str) -> list[dict[str, Any]]:
     """Return the objects of a list in an answer; empty if it has none."""
-    found = answer.get(name) if isinstance(answer, dict) else None
-    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+    items = answer.get(name) if isinstance(answer, dict) else None
+    return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
@@ -329,8 +329,8 @@ def _reason(error: urllib.error.HTTPError) -> str:
     except OSError:
         return str(error.reason)
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except ValueError:
         return text.strip()[:160] or str(error.reason)
-    inner = found.get("error", found) if isinstance(found, dict) else found
+    inner = content.get("error", content) if isinstance(content, dict) else content
     return str(inner.get("message", inner) if isinstance(inner, dict) else inner)[:160]

@@ -78,10 +78,10 @@ def _size(tensor: Any) -> int | None:
 
 def _texts(name: str, content: bytes) -> list[str]:
     """Return the elements of a BYTES tensor. An input of another datatype is refused later."""
-    found: list[str] = []
+    texts: list[str] = []
     at = 0
     while at < len(content):
-        if len(found) == MAX_ROWS:
+        if len(texts) == MAX_ROWS:
             raise RequestError(413, f"Input {name} has more than {MAX_ROWS} rows: split it.")
         begin = at + _LENGTH.size
         at = begin + _LENGTH.unpack_from(content, at)[0] if begin <= len(content) else len(content) + 1
@@ -90,10 +90,10 @@ def _texts(name: str, content: bytes) -> list[str]:
                 400, f"Input {name} ends within an element: each is its length in 4 bytes, and its text."
             )
         try:
-            found.append(content[begin:at].decode())
+            texts.append(content[begin:at].decode())
         except UnicodeDecodeError as error:
-            raise RequestError(400, f"Element {len(found)} of input {name} is not UTF-8: {error.reason}.") from error
-    return found
+            raise RequestError(400, f"Element {len(texts)} of input {name} is not UTF-8: {error.reason}.") from error
+    return texts
 
 
 def wanted_as_bytes(body: Mapping[str, Any]) -> Callable[[str], bool]:
@@ -102,8 +102,8 @@ def wanted_as_bytes(body: Mapping[str, Any]) -> Callable[[str], bool]:
     RequestError 400 for values other than true and false.
     """
     default = _flag(body, "binary_data_output", False)
-    own = {output["name"]: _flag(output, "binary_data", default) for output in body.get("outputs") or ()}
-    return lambda name: own.get(name, default)
+    of_output = {output["name"]: _flag(output, "binary_data", default) for output in body.get("outputs") or ()}
+    return lambda name: of_output.get(name, default)
 
 
 def _flag(owner: Mapping[str, Any], name: str, default: bool) -> bool:

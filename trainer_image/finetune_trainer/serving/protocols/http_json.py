@@ -90,7 +90,7 @@ def _too_large() -> RequestError:
 
 def parameters_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return `parameters` of a request."""
-    found = body.get("parameters") or {}
-    if not isinstance(found, dict):
-        raise RequestError(422, f"parameters must be an object; found {type(found).__name__}.")
-    return found
+    parameters = body.get("parameters") or {}
+    if not isinstance(parameters, dict):
+        raise RequestError(422, f"parameters must be an object; found {type(parameters).__name__}.")
+    return parameters

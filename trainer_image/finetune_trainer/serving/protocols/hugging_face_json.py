@@ -21,13 +21,13 @@ def rows_of(task: str, inputs: Any, writes: str) -> tuple[list[dict[str, Any]], 
     """Return the rows of `inputs`, and the text of each for answers that point into it. `writes`: role of a prompt in
     the model's task.
     """
-    each = inputs if isinstance(inputs, list) else [inputs]
+    items = inputs if isinstance(inputs, list) else [inputs]
     if task == "text-classification":
-        return [_pair(one) for one in each], []
+        return [_pair(one) for one in items], []
     if task == "question-answering":
-        return [_question(one) for one in each], []
-    texts = [one for one in each if isinstance(one, str)]
-    if len(texts) != len(each) or not texts:
+        return [_question(one) for one in items], []
+    texts = [one for one in items if isinstance(one, str)]
+    if len(texts) != len(items) or not texts:
         raise RequestError(422, f"inputs must be a text or a list of texts for {task}.")
     if task == "token-classification":
         rows = [{"tokens": [word.group() for word in words_of(text)]} for text in texts]
@@ -80,21 +80,21 @@ def answer_of(
     task: str, rows: list[dict[str, Any]], texts: list[str], parameters: Mapping[str, Any], tokenizer: Any, single: bool
 ) -> Any:
     """Return the answer in the form of the task's pipeline."""
-    found: list[Any]
+    answers: list[Any]
     if task == "text-classification":
-        found = [classes(row, _top_k(parameters)) for row in rows]
-        return found
+        answers = [classes(row, _top_k(parameters)) for row in rows]
+        return answers
     if task == "token-classification":
-        found = [entities(row, text) for row, text in zip(rows, texts, strict=True)]
+        answers = [entities(row, text) for row, text in zip(rows, texts, strict=True)]
     elif task == "question-answering":
-        found = [{name: row[name] for name in ("answer", "score", "start", "end")} for row in rows]
+        answers = [{name: row[name] for name in ("answer", "score", "start", "end")} for row in rows]
     elif task == "masked-lm":
-        found = [fills(row, text, tokenizer, _top_k(parameters)) for row, text in zip(rows, texts, strict=True)]
+        answers = [fills(row, text, tokenizer, _top_k(parameters)) for row, text in zip(rows, texts, strict=True)]
     else:
         name = {"summarization": "summary_text", "translation": "translation_text"}.get(task, "generated_text")
         whole = name == "generated_text" and parameters.get("return_full_text") is True
         return [{name: (text if whole else "") + row["generated_text"]} for row, text in zip(rows, texts, strict=True)]
-    return found[0] if single else found
+    return answers[0] if single else answers
 
 
 def _top_k(parameters: Mapping[str, Any]) -> int | None:
@@ -117,23 +117,23 @@ def classes(row: Row, top: int | None) -> list[dict[str, Any]]:
 def entities(row: Row, text: str) -> list[dict[str, Any]]:
     """Return entities with the characters where they begin and end."""
     words = words_of(text)
-    found = []
+    groups = []
     for entity in row["entities"]:
         start, end = words[entity["first"]].start(), words[entity["last"]].end()
         named = {"entity_group": entity["type"], "score": entity["score"], "word": text[start:end]}
-        found.append({**named, "start": start, "end": end})
-    return found
+        groups.append({**named, "start": start, "end": end})
+    return groups
 
 
 def fills(row: Row, text: str, tokenizer: Any, top: int | None) -> list[Any]:
     """Return the candidates for the mask; a list of lists if there are several masks."""
-    found = []
+    candidates = []
     for mask in row["masks"]:
         fitting = []
-        for each in mask[: top or len(mask)]:
-            word = each["token"]
+        for candidate in mask[: top or len(mask)]:
+            word = candidate["token"]
             whole = text.replace(tokenizer.mask_token, word.strip(), 1)
             number = tokenizer.convert_tokens_to_ids(word)
-            fitting.append({"score": each["score"], "token": number, "token_str": word, "sequence": whole})
-        found.append(fitting)
-    return found[0] if len(found) == 1 else found
+            fitting.append({"score": candidate["score"], "token": number, "token_str": word, "sequence": whole})
+        candidates.append(fitting)
+    return candidates[0] if len(candidates) == 1 else candidates

@@ -36,18 +36,20 @@ def _values(name: str, tensor: Mapping[str, Any]) -> list[Any]:
     data = tensor.get("data")
     if not isinstance(data, list) or not data:
         raise RequestError(400, f"Input {name} must have data, a list of texts.")
-    if all(isinstance(each, list) for each in data):
-        data = [value for each in data for value in each]  # shape [rows, 1]
+    if all(isinstance(row, list) for row in data):
+        data = [value for row in data for value in row]  # shape [rows, 1]
     shape = tensor.get("shape")
-    whole = isinstance(shape, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in shape)
+    whole = isinstance(shape, list) and all(
+        isinstance(dimension, int) and not isinstance(dimension, bool) for dimension in shape
+    )
     size = 1
-    for each in shape if whole and isinstance(shape, list) else ():
-        size *= each
+    for dimension in shape if whole and isinstance(shape, list) else ():
+        size *= dimension
     if not whole or not shape or size != len(data) or len(shape) > 2 or (len(shape) == 2 and shape[1] != 1):
         raise RequestError(400, f"Input {name} must have shape [{len(data)}] or [{len(data)}, 1] for its data.")
-    if not all(isinstance(each, str) for each in data):
+    if not all(isinstance(text, str) for text in data):
         raise RequestError(400, f"Input {name} must have texts as data.")
-    return [_parsed(name, each) for each in data] if name in _JSON_ROLES else data
+    return [_parsed(name, text) for text in data] if name in _JSON_ROLES else data
 
 
 def _parsed(name: str, text: str) -> Any:

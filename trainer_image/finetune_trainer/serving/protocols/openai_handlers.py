@@ -54,8 +54,8 @@ class OpenAIHandlers:
         form = self._queue.form(model, rows, wanted.generation, wanted.stop, wanted.seed)
         completion = openai_json.CompletionJson(model, self._state.revision_of(model), chat, wanted.usage)
         if not wanted.stream:
-            found = await self._queue.answered(request, form, rows)
-            texts = [row["generated_text"] for row in found]
+            answers = await self._queue.answered(request, form, rows)
+            texts = [row["generated_text"] for row in answers]
             return json_response(completion.whole(texts, request.state.tokens, request.state.finishes))
         if len(rows) != 1:
             raise RequestError(400, "A stream has one prompt: send others in separate requests.", param="prompt")

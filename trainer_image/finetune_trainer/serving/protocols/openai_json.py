@@ -54,10 +54,10 @@ class GenerationSettings:
 def prompts(body: Mapping[str, Any]) -> list[str]:
     """Return the prompts of a request for completions."""
     given = body.get("prompt")
-    found: list[Any] = given if isinstance(given, list) else [given]
-    if not found or not all(isinstance(each, str) for each in found):
+    texts: list[Any] = given if isinstance(given, list) else [given]
+    if not texts or not all(isinstance(text, str) for text in texts):
         raise _wrong("prompt", "a text or a list of texts", given)
-    return found
+    return texts
 
 
 def messages(body: Mapping[str, Any]) -> list[Any]:
@@ -65,7 +65,7 @@ def messages(body: Mapping[str, Any]) -> list[Any]:
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise _wrong("messages", "a list of messages", given)
-    return [_message(each) for each in given]
+    return [_message(message) for message in given]
 
 
 def _message(message: Any) -> Any:
@@ -90,7 +90,7 @@ def wanted(base: Generation, body: Mapping[str, Any], *, chat: bool) -> Generati
         if name in _READ or name in _WITHOUT_EFFECT or value is None:
             continue
         taken = _NOT_OFFERED.get(name)
-        if taken is None or not any(type(each) is type(value) and each == value for each in taken):
+        if taken is None or not any(type(accepted) is type(value) and accepted == value for accepted in taken):
             raise RequestError(400, f"{str(name)[:80]} is not supported: leave it out.", param=str(name)[:80])
     if ("prompt" if chat else "messages") in body:
         other = "/v1/completions accepts prompt, /v1/chat/completions messages"
@@ -118,16 +118,16 @@ def wanted(base: Generation, body: Mapping[str, Any], *, chat: bool) -> Generati
 def _stop(given: Any) -> tuple[str, ...]:
     if given is None:
         return ()
-    found = [given] if isinstance(given, str) else given
-    texts = isinstance(found, list) and all(isinstance(each, str) and each for each in found)
-    if not texts or len(found) > MOST_STOPS or any(len(each) > LONGEST_STOP for each in found):
+    stops = [given] if isinstance(given, str) else given
+    texts = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
+    if not texts or len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
         rule = f"a text, or a list of at most {MOST_STOPS}, each of 1 to {LONGEST_STOP} characters"
         raise _wrong("stop", rule, given)
     try:
-        "".join(found).encode()
+        "".join(stops).encode()
     except UnicodeEncodeError as error:
         raise _wrong("stop", "text without halves of surrogate pairs", given) from error
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(stops))
 
 
 def _seed(given: Any) -> int | None:
@@ -163,7 +163,8 @@ class CompletionJson:
         ]
         ended = zip(named, finishes, strict=True)
         choices = [
-            {"index": at, **each, "logprobs": None, "finish_reason": how.reason} for at, (each, how) in enumerate(ended)
+            {"index": at, **choice, "logprobs": None, "finish_reason": how.reason}
+            for at, (choice, how) in enumerate(ended)
         ]
         kind = "chat.completion" if self._chat else "text_completion"
         usage = _used(prompt_tokens, sum(finish.tokens for finish in finishes))

@@ -52,10 +52,10 @@ def openapi_document(title: str, task: str, routes: Sequence[tuple[str, str, str
         )
         for method, path, summary in routes
     ]
-    found: dict[str, Any] = get_openapi(title=title, version="1", routes=documented)
+    document: dict[str, Any] = get_openapi(title=title, version="1", routes=documented)
     if token:
-        found.setdefault("components", {})["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-    return found
+        document.setdefault("components", {})["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    return document
 
 
 _NO_MARKS = str.maketrans({"/": "_", "{": "", "}": "", ".": "_"})
@@ -158,7 +158,7 @@ def _parameters(task: str) -> dict[str, Any]:
         return {**_object({"top_k": _number("integer", 1)}), "type": ["object", "null"]}
     if task in ("token-classification", "question-answering"):
         return {"type": ["object", "null"]}
-    found = _object(
+    schema = _object(
         {
             "max_new_tokens": _number("integer", 1, MAX_NEW_TOKENS),
             "num_beams": _number("integer", 1, 16),
@@ -168,20 +168,22 @@ def _parameters(task: str) -> dict[str, Any]:
             "return_full_text": {"type": ["boolean", "null"]},
         }
     )
-    return {**found, "type": ["object", "null"]}
+    return {**schema, "type": ["object", "null"]}
 
 
 def _openai(*, chat: bool) -> dict[str, Any]:
     stop = {"type": "string", "minLength": 1, "maxLength": LONGEST_STOP}
-    own: dict[str, Any] = {"prompt": {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}]}}
+    input_field: dict[str, Any] = {"prompt": {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}]}}
     if chat:
         part = _object({"type": {"const": "text"}, "text": _TEXT}, "type", "text")
         content = {"anyOf": [_TEXT, {"type": "array", "items": part, "minItems": 1}]}
         message = _object({"role": {"enum": list(ROLES)}, "content": content})
-        own = {"messages": {"type": "array", "items": {**message, "required": ["role", "content"]}, "minItems": 1}}
+        input_field = {
+            "messages": {"type": "array", "items": {**message, "required": ["role", "content"]}, "minItems": 1}
+        }
     return _object(
         {
-            **own,
+            **input_field,
             "model": {"type": ["string", "null"]},
             "max_tokens": _number("integer", 1, MAX_NEW_TOKENS),
             "max_completion_tokens": _number("integer", 1, MAX_NEW_TOKENS),
@@ -192,7 +194,7 @@ def _openai(*, chat: bool) -> dict[str, Any]:
             "stream": {"type": ["boolean", "null"]},
             "stream_options": {"type": ["object", "null"], "properties": {"include_usage": {"type": "boolean"}}},
         },
-        *own,
+        *input_field,
         closed=True,
     )
 
@@ -202,7 +204,7 @@ def _number(kind: str, least: float, most: float | None = None) -> dict[str, Any
 
 
 def _object(properties: Mapping[str, Any], *required: str, closed: bool = False) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "object", "properties": dict(properties)}
+    schema: dict[str, Any] = {"type": "object", "properties": dict(properties)}
     if required:
-        found["required"] = list(required)
-    return {**found, "additionalProperties": False} if closed else found
+        schema["required"] = list(required)
+    return {**schema, "additionalProperties": False} if closed else schema

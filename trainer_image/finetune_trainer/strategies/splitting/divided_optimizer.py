@@ -51,7 +51,7 @@ class DividedOptimizer(ModelParallel):
         self._owners = owners_of([local_part(weight).numel() for weight in self._weights], self.shape.data)
         here = self.shape.data_rank(distributed.get_rank())
         self._mine = frozenset(
-            id(each) for each, owner in zip(self._weights, self._owners, strict=True) if owner == here
+            id(weight) for weight, owner in zip(self._weights, self._owners, strict=True) if owner == here
         )
         self._reduce(model, self._weights, self._owners)
 
@@ -62,8 +62,8 @@ class DividedOptimizer(ModelParallel):
         counted = torch.tensor([id(weight) in stepped for weight in self._weights], dtype=torch.int32)
         distributed.all_reduce(counted, group=self._replica_group)
         wrong = sum(count != 1 for count in counted.tolist())
-        found = f"{wrong} of {len(self._weights)} weights are not stepped by exactly one data rank"
-        expect(not wrong and bool(self._weights), self._label, "OptimizerNotDivided", found)
+        problem = f"{wrong} of {len(self._weights)} weights are not stepped by exactly one data rank"
+        expect(not wrong and bool(self._weights), self._label, "OptimizerNotDivided", problem)
 
     # ------------------------------------------------------------------------------------------------------------ step
 
@@ -80,7 +80,7 @@ class DividedOptimizer(ModelParallel):
         if self.shape.data == 1:
             return
         for owner, weights in self._by_owner():
-            for piece in pieces([local_part(each) for each in weights]):
+            for piece in pieces([local_part(weight) for weight in weights]):
                 flat = torch.cat([weight.flatten() for weight in piece])
                 distributed.broadcast(flat, group=self._replica_group, group_src=owner)
                 if not self._steps(weights[0]):
@@ -89,4 +89,4 @@ class DividedOptimizer(ModelParallel):
     def _by_owner(self) -> Iterator[tuple[int, Sequence[torch.nn.Parameter]]]:
         """Yield each data rank that owns weights, with those weights; in the same order on all data ranks."""
         for owner in sorted(set(self._owners)):
-            yield owner, [each for each, its in zip(self._weights, self._owners, strict=True) if its == owner]
+            yield owner, [weight for weight, its in zip(self._weights, self._owners, strict=True) if its == owner]

@@ -89,7 +89,7 @@ class GradientReducer:
             for part in [[pair for pair in pairs if (id(pair[0]) in late) == is_late]]
             for bucket in in_buckets([weight for weight, _ in part], [owner for _, owner in part])
         ]
-        self._bucket_of = {id(each): bucket for bucket in self.buckets for each in bucket.weights}
+        self._bucket_of = {id(weight): bucket for bucket in self.buckets for weight in bucket.weights}
         self._reset()
 
     @contextmanager
@@ -115,15 +115,15 @@ class GradientReducer:
         distributed.all_reduce(used, op=distributed.ReduceOp.MAX, group=self.group)
         while self._on_its_way:
             self._complete()
-        for each, is_used in zip(self.weights, used.tolist(), strict=True):
+        for weight, is_used in zip(self.weights, used.tolist(), strict=True):
             if not is_used:
-                each.grad = None
+                weight.grad = None
         if self._arranged:
             self._reset()
             return
         # From the second step on, weights that no rank has used do not keep others from being reduced early.
         self._arranged = True
-        unused = (id(each) for each, is_used in zip(self.weights, used.tolist(), strict=True) if not is_used)
+        unused = (id(weight) for weight, is_used in zip(self.weights, used.tolist(), strict=True) if not is_used)
         self._arrange(self.late.union(unused))
 
     def _reset(self) -> None:
@@ -164,7 +164,7 @@ class GradientReducer:
 
     @property
     def _copied(self) -> int:
-        return sum(each.bucket.elements for each in self._on_its_way if each.parts)
+        return sum(launched.bucket.elements for launched in self._on_its_way if launched.parts)
 
     def _complete(self) -> None:
         """Wait for the oldest bucket: on a GPU its stream does, not the host."""
@@ -192,7 +192,7 @@ def in_buckets(weights: Sequence[torch.nn.Parameter], owners: Sequence[int | Non
                 open_ones[owner] = bucket
         bucket.weights.append(weight)
         bucket.last, bucket.elements = position, bucket.elements + size
-    return sorted(made, key=lambda each: each.last)
+    return sorted(made, key=lambda bucket: bucket.last)
 
 
 def pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

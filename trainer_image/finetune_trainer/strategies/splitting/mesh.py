@@ -51,10 +51,10 @@ class MeshShape:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the name of each dimension -> the coordinate of process `rank` in it."""
-        found: dict[str, int] = {}
+        coordinates: dict[str, int] = {}
         for name in reversed(self.names):
-            rank, found[name] = divmod(rank, getattr(self, name))
-        return found
+            rank, coordinates[name] = divmod(rank, getattr(self, name))
+        return coordinates
 
     def data_rank(self, rank: int) -> int:
         """Return the part of the data that process `rank` reads: processes of one replica, or with slices of the same

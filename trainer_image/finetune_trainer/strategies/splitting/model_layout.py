@@ -175,22 +175,22 @@ def balance(layers: Sequence[float], stages: int, *, before: float = 0.0, after:
         sums.append(sums[-1] + cost)
 
     def cost_between(start: int, end: int, stage: int) -> float:
-        own = sums[end] - sums[start]
-        return own + (before if stage == 0 else 0.0) + (after if stage == stages - 1 else 0.0)
+        cost = sums[end] - sums[start]
+        return cost + (before if stage == 0 else 0.0) + (after if stage == stages - 1 else 0.0)
 
     # best[end]: for the layers up to `end` in the stages so far: cost of the costliest stage, sum of squares, cuts.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
     for stage in range(stages):
-        found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        next_best: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for end in range(stage + 1, count - (stages - stage - 1) + 1):
             options = (
-                (max(most, own), squares + own * own, (*cuts, end))
+                (max(most, stage_cost), squares + stage_cost * stage_cost, (*cuts, end))
                 for start, (most, squares, cuts) in best.items()
                 if start < end
-                for own in [cost_between(start, end, stage)]
+                for stage_cost in [cost_between(start, end, stage)]
             )
-            found[end] = min(options)
-        best = found
+            next_best[end] = min(options)
+        best = next_best
     return best[count][2]
 
 
@@ -198,8 +198,8 @@ def cost_of(module: nn.Module | None) -> float:
     """Return multiplications per token: the elements of its matrices. An embedding is looked up, and costs nothing."""
     if module is None:
         return 0.0
-    own = 0 if isinstance(module, nn.Embedding) else sum(p.numel() for p in module.parameters(False) if p.ndim > 1)
-    return float(own) + sum(cost_of(child) for child in module.children())
+    cost = 0 if isinstance(module, nn.Embedding) else sum(p.numel() for p in module.parameters(False) if p.ndim > 1)
+    return float(cost) + sum(cost_of(child) for child in module.children())
 
 
 def cuts_of(model: PreTrainedModel, layout: Layout, stages: int) -> tuple[int, ...]:
@@ -285,8 +285,8 @@ def _with_others(model: Any, others: dict[str, nn.Module | None], copies: list[t
 
 def keep_stages(model: PreTrainedModel, layout: Layout, cuts: Sequence[int], stages: Sequence[int]) -> None:
     """Remove everything from `model` that none of `stages` has. Names stay as they are."""
-    own = {index for stage in stages for index in range(cuts[stage], cuts[stage + 1])}
-    unused = [layout.layer(index) for index in range(layout.count) if index not in own]
+    kept = {index for stage in stages for index in range(cuts[stage], cuts[stage + 1])}
+    unused = [layout.layer(index) for index in range(layout.count) if index not in kept]
     unused += [] if 0 in stages else list(layout.before)
     unused += [] if len(cuts) - 2 in stages else list(layout.after)
     for name in unused:

@@ -149,7 +149,7 @@ class ModelParallel(FullState):
             split_layers(model, self._mesh[TENSOR], of_kept_layers(self._plan, model), self._device)
             if sliced:
                 slice_tokens_between_layers(model, self._mesh[TENSOR])
-        rest = (each for each in model.parameters() if placement_of(each, TENSOR) is None)
+        rest = (parameter for parameter in model.parameters() if placement_of(parameter, TENSOR) is None)
         in_training_type(rest, device=self._device)
         if self.pipeline is not None:
             self.pipeline.build_stages(model)
@@ -168,23 +168,23 @@ class ModelParallel(FullState):
     def _make_tied_groups(self) -> dict[str, Any]:
         """Create the groups of processes that share a weight, over all pipelines; every process creates all of them."""
         assert self.pipeline is not None
-        found = {}
+        groups = {}
         for name, other in self._tied.items():
             mine = sorted({self.pipeline.process_of(name), self.pipeline.process_of(other)})
             everyone: list[Any] = [None] * self.shape.size
             distributed.all_gather_object(everyone, mine)
-            for ranks in sorted({tuple(each) for each in everyone}):
+            for ranks in sorted({tuple(processes) for processes in everyone}):
                 group = distributed.new_group(list(ranks)) if len(ranks) > 1 else None
                 if distributed.get_rank() in ranks and group is not None:
-                    found[name] = group
-        return found
+                    groups[name] = group
+        return groups
 
     def _expect_same_answers(self, model: PreTrainedModel, expected: dict[str, torch.Tensor]) -> None:
         """Expect the output of the whole model: code that its plan or layout misses would train another model."""
-        found = _probe(model)
+        actual = _probe(model)
         for name, value in expected.items():
-            same = name in found and torch.allclose(
-                found[name].cpu().float(), value.cpu().float(), rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE
+            same = name in actual and torch.allclose(
+                actual[name].cpu().float(), value.cpu().float(), rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE
             )
             problem = f"the {type(model).__name__} computes different {name} in parallel than as a whole"
             expect(same, self._label, "OtherAnswers", problem)
@@ -200,8 +200,8 @@ class ModelParallel(FullState):
             f"the model is wrapped in {type_name(placed.wrapped)}",
         )
         size = 1 if self._mesh is None else self._mesh.size()
-        found = f"the mesh has {size} of {placed.world_size} processes"
-        expect(size == placed.world_size, self._label, "WrongMesh", found)
+        problem = f"the mesh has {size} of {placed.world_size} processes"
+        expect(size == placed.world_size, self._label, "WrongMesh", problem)
         held = dict(placed.model.named_parameters())
         planned = [name for name in split_weights(self._plan) if name in held]
         whole = [name for name in planned if not is_divided(held[name], TENSOR)]
@@ -220,8 +220,8 @@ class ModelParallel(FullState):
         if self.pipeline is not None:
             self._assert_in_stages(held)
         stepped = {id(param) for group in placed.optimizer.param_groups for param in group["params"]}
-        mine = {name: each for name, each in held.items() if each.requires_grad and self._steps(each)}
-        lost = [name for name, each in mine.items() if id(each) not in stepped]
+        mine = {name: weight for name, weight in held.items() if weight.requires_grad and self._steps(weight)}
+        lost = [name for name, weight in mine.items() if id(weight) not in stepped]
         expect(not lost, self._label, "NotOptimized", f"the optimizer lacks {lost[:1]}")
 
     def _assert_in_stages(self, held: Mapping[str, torch.Tensor]) -> None:
@@ -264,7 +264,7 @@ class ModelParallel(FullState):
         if self.shape.data == 1:
             return
         named = dict(model.named_parameters(remove_duplicate=False))
-        summed = {*self._tied_groups, *(self._tied[each] for each in self._tied_groups), *summed_weights(self._plan)}
+        summed = {*self._tied_groups, *(self._tied[name] for name in self._tied_groups), *summed_weights(self._plan)}
         late = frozenset(id(named[name]) for name in summed if name in named)
         group, passes = self._replica_group, self.passed
         self.reducer = GradientReducer(weights, group, self.shape.data, passes, local_gradient, owners, late)
@@ -312,9 +312,9 @@ class ModelParallel(FullState):
             gradients.append(local)
             if name in self._tied_groups:
                 continue  # counted where it has its first name
-            own = torch.linalg.vector_norm(local).double().square()
+            square = torch.linalg.vector_norm(local).double().square()
             # A gradient that is whole on every tensor rank counts once.
-            squares += own if is_divided(parameter, TENSOR) else own / self.shape.tensor
+            squares += square if is_divided(parameter, TENSOR) else square / self.shape.tensor
         for dimension in self._norm_over:
             if getattr(self.shape, dimension) > 1:
                 distributed.all_reduce(squares, group=self._mesh[dimension].get_group())

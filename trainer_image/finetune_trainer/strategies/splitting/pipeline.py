@@ -101,7 +101,7 @@ class Pipeline:
         self._settings = settings
         self._group = mesh.get_group()
         self._rank: int = mesh.get_local_rank()
-        self._ranks = [distributed.get_global_rank(self._group, each) for each in range(settings.degree)]
+        self._ranks = [distributed.get_global_rank(self._group, rank) for rank in range(settings.degree)]
         self.layout: Layout = layout_of(model)
         self.cuts = cuts_of(model, self.layout, settings.stages)
         self.own = tuple(range(self._rank, settings.stages, settings.degree))
@@ -208,7 +208,7 @@ class Pipeline:
         if not self._sharded or tuple(ids.shape) in self._schedules:
             return []
         taken = []
-        for parameter in (each for stage in self._stages.values() for each in stage.parameters()):
+        for parameter in (weight for stage in self._stages.values() for weight in stage.parameters()):
             if parameter.grad is not None:
                 taken.append((parameter, parameter.grad))
                 parameter.grad = None

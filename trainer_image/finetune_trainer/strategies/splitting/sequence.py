@@ -103,9 +103,9 @@ class SequenceParallel:
         self.attention.take_over(model)
         mine = self.shape.token_slice(distributed.get_rank())
         for probe, (logits, loss) in zip(probes, expected, strict=True):
-            own = mine.of(probe)
-            outputs, own_loss = _read(model, own)
-            tokens, items = own["input_ids"].shape[1], own["labels"].ne(NOT_LEARNT).sum()
+            probe_slice = mine.of(probe)
+            outputs, own_loss = _read(model, probe_slice)
+            tokens, items = probe_slice["input_ids"].shape[1], probe_slice["labels"].ne(NOT_LEARNT).sum()
             wanted = logits[:, mine.index * tokens :][:, :tokens]
             shares = torch.stack([own_loss * items, items.float()])
             distributed.all_reduce(shares, group=mesh[SEQUENCE].get_group())
@@ -113,8 +113,8 @@ class SequenceParallel:
             everywhere = torch.tensor([same], dtype=torch.int32)
             distributed.all_reduce(everywhere, op=distributed.ReduceOp.MIN)
             # Fails for a model that mixes tokens outside attention, for example.
-            found = f"the {type(model).__name__} computes different logits when its rows are cut into slices"
-            expect(bool(everywhere), self._label, "OtherAnswers", found)
+            problem = f"the {type(model).__name__} computes different logits when its rows are cut into slices"
+            expect(bool(everywhere), self._label, "OtherAnswers", problem)
         if self._inner.takes_weights == "device":
             place_on(self._device, model, self._precision)
         return self._inner.prepare_model(model)
@@ -125,17 +125,17 @@ class SequenceParallel:
 
         self._inner.assert_in_effect(placed)
         size = self.shape.size
-        found = f"the mesh has {size} of {placed.world_size} processes"
-        expect(size == placed.world_size, self._label, "WrongMesh", found)
+        problem = f"the mesh has {size} of {placed.world_size} processes"
+        expect(size == placed.world_size, self._label, "WrongMesh", problem)
         named = placed.model.config.get_text_config()._attn_implementation
         known: Mapping[str, object] = ALL_ATTENTION_FUNCTIONS
         ours = self.attention is not None and known.get(named) == self.attention.attend
         expect(ours, self._label, "NotSequenceParallel", f"the model's attention is {named}")
         assert self.attention is not None
         degree, own, whole = self.attention.degree, self.attention.own_tokens, self.attention.whole_tokens
-        found = f"attention saw {own} tokens of a row of {whole} in each of {degree} processes"
+        problem = f"attention saw {own} tokens of a row of {whole} in each of {degree} processes"
         right = degree == self.shape.sequence and 0 < own * degree == whole
-        expect(right, self._label, "NotSliced", f"{found}, planned are {self.shape.sequence}")
+        expect(right, self._label, "NotSliced", f"{problem}, planned are {self.shape.sequence}")
 
     def accumulating(self, placed: Placed) -> AbstractContextManager[Any]:
         """Return the context of the strategy around it."""
@@ -241,7 +241,7 @@ class SlicedAttention:
         """
         from transformers import AttentionInterface
 
-        queries, keys, values = (self._whole_rows(each) for each in (query, key, value))
+        queries, keys, values = (self._whole_rows(tensor) for tensor in (query, key, value))
         self.own_tokens, self.whole_tokens = query.shape[2], queries.shape[2]
         attentions: Any = AttentionInterface
         outputs, _ = attentions()["sdpa"](module, queries, keys, values, attention_mask, **settings)
@@ -328,5 +328,5 @@ def _read(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> tuple[to
     return outputs.logits.float(), outputs.loss.float()
 
 
-def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.allclose(found, expected, rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE)
+def _close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.allclose(actual, expected, rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE)

@@ -74,13 +74,13 @@ class ShardedReplicas(ModelParallel):
 
         held = dict(placed.model.named_parameters())
         whole = [name for name, value in held.items() if not is_divided(value, DATA)]
-        found = f"{len(whole)} of {len(held)} parameters are whole on each data rank, e.g. {whole[:1]}"
-        expect(not whole, self._label, "ParameterNotSharded", found)
+        problem = f"{len(whole)} of {len(held)} parameters are whole on each data rank, e.g. {whole[:1]}"
+        expect(not whole, self._label, "ParameterNotSharded", problem)
         for name, value in held.items():
             assert isinstance(value, DTensor)
             ranks = value.device_mesh[DATA].size()
-            found = f"{name} is spread as {placement_of(value, DATA)} over {ranks} data ranks of {self.shape.data}"
-            expect(ranks == self.shape.data, self._label, "WrongMesh", found)
+            problem = f"{name} is spread as {placement_of(value, DATA)} over {ranks} data ranks of {self.shape.data}"
+            expect(ranks == self.shape.data, self._label, "WrongMesh", problem)
         super().assert_in_effect(placed)
         roots = [placed.model] if self.pipeline is None else list(self.pipeline.stages)
         for root in roots:

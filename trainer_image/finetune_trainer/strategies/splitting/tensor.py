@@ -38,8 +38,8 @@ def tensor_plan(model: PreTrainedModel, degree: int) -> dict[str, str]:
     """
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    own = conv1d_plan(model)
-    if not model.tp_plan and not own:
+    conv1d = conv1d_plan(model)
+    if not model.tp_plan and not conv1d:
         raise StageError(
             FailureClass.CONFIG,
             "NoTensorPlan",
@@ -49,7 +49,7 @@ def tensor_plan(model: PreTrainedModel, degree: int) -> dict[str, str]:
         )
     heads = {name: getattr(model.config, name, None) for name in HEADS}
     refuse_uneven("parallelism.tensor", degree, heads | conv1d_widths(model))
-    plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=degree, tp_plan=own or None))
+    plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=degree, tp_plan=conv1d or None))
     return dict(plan)
 
 
@@ -96,7 +96,7 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh, plan: dict[str, str],
     tied = {name: other for name, other in tied_names(model).items() if name in plan or other in plan}
     for name in tied:
         _set_parameter(model, name, model.get_parameter(name).data)
-    stored = {name: each for name, each in model.named_parameters() if name in plan}
+    stored = {name: weight for name, weight in model.named_parameters() if name in plan}
     for name, weight in stored.items():
         dtype = torch.float32 if weight.is_floating_point() else weight.dtype
         empty = torch.empty_like(weight, dtype=dtype, device="meta")

@@ -60,7 +60,7 @@ def fp32_by_block(model: PreTrainedModel) -> Iterator[None]:
 
     handles = [block.register_forward_pre_hook(widen) for block in blocks]
     handles += [block.register_forward_hook(restore) for block in blocks]
-    others = _widened(each for each in model.parameters() if id(each) not in inside)
+    others = _widened(parameter for parameter in model.parameters() if id(parameter) not in inside)
     try:
         with torch.no_grad():
             yield

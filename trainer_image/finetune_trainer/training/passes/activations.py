@@ -74,13 +74,13 @@ def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
 def assert_checkpointing_in_effect(mode: CheckpointingMode, model: nn.Module, strategy: StrategyName) -> None:
     """Raise StageError STRATEGY_NOT_IN_EFFECT unless the blocks of `model` recompute as `mode` requires."""
-    found = "off" if not getattr(model, "is_activation_checkpointing", False) else "full"
+    actual = "off" if not getattr(model, "is_activation_checkpointing", False) else "full"
     blocks = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     kinds = {getattr(block._gradient_checkpointing_func, "keywords", {}).get("context_fn") for block in blocks}
-    if found == "full" and kinds == {selective_contexts}:
-        found = "selective"
-    problem = f"activation checkpointing is {found} in the model, requested was {mode}"
-    expect(found == ("off" if mode == "none" else mode), strategy, "WrongActivationCheckpointing", problem)
+    if actual == "full" and kinds == {selective_contexts}:
+        actual = "selective"
+    problem = f"activation checkpointing is {actual} in the model, requested was {mode}"
+    expect(actual == ("off" if mode == "none" else mode), strategy, "WrongActivationCheckpointing", problem)
 
 
 # -------------------------------------------------------------------------------------------------------------- offload
@@ -184,8 +184,8 @@ class InHostMemory:
 
     def assert_in_effect(self, strategy: StrategyName) -> None:
         """Check after the first forward pass, once autograd has called the hooks."""
-        found = "the model saved no activations through the hooks that offload them"
-        expect(self._seen, strategy, "ActivationsNotOffloaded", found)
+        problem = "the model saved no activations through the hooks that offload them"
+        expect(self._seen, strategy, "ActivationsNotOffloaded", problem)
 
 
 class _WeightCasts(TorchFunctionMode):

@@ -106,8 +106,8 @@ class ChunkedLoss:
         """Return the sum over tokens, shape (); for losses of rows that of each token, 0 where nothing is learnt."""
         if isinstance(logits, DTensor):
             divided_cross_entropy.until_end()
-        found = smoothed(logits, labels, self._smoothing, "none" if self._of_rows else "sum")
-        return found.to_local() if isinstance(found, DTensor) else found
+        loss = smoothed(logits, labels, self._smoothing, "none" if self._of_rows else "sum")
+        return loss.to_local() if isinstance(loss, DTensor) else loss
 
     def _reduced(self, losses: list[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
         if self._of_rows:

@@ -49,8 +49,8 @@ class CompiledBlocks:
     def assert_in_effect(self, strategy: str, *, requested: bool) -> None:
         """Raise StageError STRATEGY_NOT_IN_EFFECT unless blocks are compiled if, and only if, it is `requested`."""
         compiled = [block for block in self.blocks if block._compiled_call_impl is not None]
-        found = f"training.arguments.torch_compile is {requested}, and {len(compiled)} blocks are compiled"
-        expect(bool(compiled) == requested and len(compiled) == len(self.blocks), strategy, "WrongCompilation", found)
+        problem = f"training.arguments.torch_compile is {requested}, and {len(compiled)} blocks are compiled"
+        expect(bool(compiled) == requested and len(compiled) == len(self.blocks), strategy, "WrongCompilation", problem)
 
     def figures(self) -> dict[str, int]:
         """Return the number of compilations in this process so far, how many of them replaced code that did not fit an
@@ -61,13 +61,13 @@ class CompiledBlocks:
         from torch._dynamo.utils import get_compilation_metrics
 
         tried = [metric for metric in get_compilation_metrics() if metric.co_name is not None]
-        metrics = [each for each in tried if not each.fail_type]
-        failed = [each for each in tried if each.fail_type]
-        for each in failed:
-            log.warning("torch.compile failed for %s, which ran uncompiled: %s", each.co_name, each.fail_reason)
+        metrics = [metric for metric in tried if not metric.fail_type]
+        failed = [metric for metric in tried if metric.fail_type]
+        for metric in failed:
+            log.warning("torch.compile failed for %s, which ran uncompiled: %s", metric.co_name, metric.fail_reason)
         again = [metric for metric in metrics if metric.recompile_reason]
-        for each in again:
-            log.info("torch.compile compiled %s again: %s", each.co_name, each.recompile_reason)
+        for metric in again:
+            log.info("torch.compile compiled %s again: %s", metric.co_name, metric.recompile_reason)
         counts = {"compilations": len(metrics), "recompilations": len(again)}
         return {**counts, "failed_compilations": len(failed)} if failed else counts
 

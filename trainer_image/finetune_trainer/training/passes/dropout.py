@@ -36,13 +36,13 @@ def _uniform_16_bits(count: int) -> torch.Tensor:
 
 def share_random_bits(model: nn.Module) -> int:
     """Make the dropout layers of `model` draw fewer random numbers; return their number."""
-    found = [
+    layers = [
         (module, name, child)
         for module in model.modules()
         for name, child in module.named_children()
         if type(child) is nn.Dropout
     ]
-    for module, name, child in found:
+    for module, name, child in layers:
         other = SharedBitsDropout(child.p, child.inplace)
         setattr(module, name, other.train(child.training))
-    return len(found)
+    return len(layers)

@@ -119,8 +119,8 @@ class ByRow:
         asked = arguments["batch_size"], arguments["q_length"], arguments["kv_length"]
         # `use_vmap` is set for models that hide or show more than rows and windows do.
         others = arguments.get("attention_mask") is not None or bool(arguments.get("use_vmap"))
-        found = f"a mask was requested for {asked}{' and more' * others}, and the packs are {rows.shape}"
-        expect(asked == (*rows.shape, rows.shape[1]) and not others, self._strategy, "PacksHaveMasks", found)
+        problem = f"a mask was requested for {asked}{' and more' * others}, and the packs are {rows.shape}"
+        expect(asked == (*rows.shape, rows.shape[1]) and not others, self._strategy, "PacksHaveMasks", problem)
         return replace(rows, window=arguments.get("local_size"))
 
     def attend(
@@ -227,15 +227,15 @@ def attend_rows(
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         # Rotary embeddings leave queries and keys in fp32. Autocast knows SDPA, and not the other kernel.
-        query, key, value = (each.to(torch.get_autocast_dtype(kind)) for each in (query, key, value))
+        query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
     packs, heads, tokens, width = query.shape
     # All packs one after the other. Projections have this order in memory, so that nothing is copied.
-    flat = [each.transpose(1, 2).reshape(packs * tokens, each.shape[1], width) for each in (query, key, value)]
+    flat = [tensor.transpose(1, 2).reshape(packs * tokens, tensor.shape[1], width) for tensor in (query, key, value)]
     if query.dtype != torch.float32 and not why_not_varlen(query.device, width, dropout):
-        found = _by_one_call(rows, *flat, scale=scale)
+        outputs = _by_one_call(rows, *flat, scale=scale)
     else:
-        found = _by_call_for_each_row(rows, *flat, dropout=dropout, scale=scale)
-    return found.view(packs, tokens, heads, width)
+        outputs = _by_call_for_each_row(rows, *flat, dropout=dropout, scale=scale)
+    return outputs.view(packs, tokens, heads, width)
 
 
 def _by_one_call(
@@ -273,15 +273,15 @@ def _by_call_for_each_row(
 ) -> torch.Tensor:
     shared = key.shape[1] != query.shape[1]
     # By `split`, whose backward pass joins all gradients at once.
-    parts = zip(*(torch.split(each, list(rows.sizes)) for each in (query, key, value)), strict=True)
-    found = []
+    parts = zip(*(torch.split(tensor, list(rows.sizes)) for tensor in (query, key, value)), strict=True)
+    outputs = []
     for row in parts:
         size, mask = row[0].shape[0], None
-        queries, keys, values = (each.transpose(0, 1)[None] for each in row)
+        queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in row)
         if rows.window is not None and size > rows.window:
             mask = torch.ones(size, size, dtype=torch.bool, device=query.device).tril().triu(1 - rows.window)
             # With a mask torch's fused kernels take as many heads of keys as of queries.
-            keys, values = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (keys, values))
+            keys, values = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (keys, values))
         made = torch.nn.functional.scaled_dot_product_attention(
             queries,
             keys,
@@ -292,5 +292,5 @@ def _by_call_for_each_row(
             scale=scale,
             enable_gqa=shared and mask is None,
         )
-        found.append(made[0].transpose(0, 1))
-    return torch.cat(found)
+        outputs.append(made[0].transpose(0, 1))
+    return torch.cat(outputs)

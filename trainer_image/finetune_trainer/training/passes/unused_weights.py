@@ -43,7 +43,7 @@ def _chooses(model: PreTrainedModel) -> bool:
 
 def _leaves(loss: torch.Tensor) -> set[int]:
     """Return the ids of the weights that the backward pass of `loss` reaches."""
-    found: set[int] = set()
+    reached: set[int] = set()
     seen: set[Any] = {loss.grad_fn}
     nodes = [loss.grad_fn]
     while nodes:
@@ -51,8 +51,8 @@ def _leaves(loss: torch.Tensor) -> set[int]:
         if node is None:
             continue
         if (weight := getattr(node, "variable", None)) is not None:
-            found.add(id(weight))
+            reached.add(id(weight))
         more = {following for following, _ in node.next_functions} - seen
         seen |= more
         nodes += more
-    return found
+    return reached

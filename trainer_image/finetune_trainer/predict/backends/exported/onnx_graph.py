@@ -125,12 +125,12 @@ def _example(model: PreTrainedModel, sample: Sequence[Batch]) -> dict[str, torch
     import torch
 
     takes = inspect.signature(model.forward).parameters
-    batch = max(sample, key=lambda each: each["input_ids"].shape[1])
-    found = {name: value for name, value in batch.items() if name in takes and name not in _TARGETS}
-    rows, tokens = found["input_ids"].shape
-    chosen = torch.arange(_EXAMPLE_ROWS + (tokens == _EXAMPLE_ROWS)) % rows
+    batch = max(sample, key=lambda candidate: candidate["input_ids"].shape[1])
+    inputs = {name: value for name, value in batch.items() if name in takes and name not in _TARGETS}
+    rows, tokens = inputs["input_ids"].shape
+    row_indices = torch.arange(_EXAMPLE_ROWS + (tokens == _EXAMPLE_ROWS)) % rows
     places = torch.arange(max(tokens, 2)) % tokens
-    return {name: value[chosen][:, places] for name, value in found.items()}
+    return {name: value[row_indices][:, places] for name, value in inputs.items()}
 
 
 def first_line(error: BaseException) -> str:

@@ -77,7 +77,7 @@ class OnnxRuntimePass:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         inputs, outputs = session.get_inputs(), session.get_outputs()
-        return cls(session, tuple(each.name for each in inputs), tuple(output.name for output in outputs))
+        return cls(session, tuple(node_arg.name for node_arg in inputs), tuple(output.name for output in outputs))
 
     def __call__(self, **inputs: torch.Tensor) -> SimpleNamespace:
         """Answer one batch."""
@@ -105,7 +105,7 @@ def _to_static_int8(whole: Path, made: Path, sample: Sequence[Batch]) -> None:
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 
-    inputs = {each.name for each in onnx.load(whole, load_external_data=False).graph.input}
+    inputs = {value_info.name for value_info in onnx.load(whole, load_external_data=False).graph.input}
     batches = iter(calibration_batches(sample))
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]  # the library has no types

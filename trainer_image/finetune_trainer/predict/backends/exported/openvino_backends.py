@@ -54,8 +54,8 @@ class OpenVinoBackend:
         whole = folder / "openvino" / _GRAPH
 
         def convert(made: Path) -> None:
-            found = openvino.Core().read_model(graph(model, sample, folder))
-            openvino.save_model(found, made, compress_to_fp16=False)
+            exported = openvino.Core().read_model(graph(model, sample, folder))
+            openvino.save_model(exported, made, compress_to_fp16=False)
 
         def quantize(made: Path) -> None:
             openvino.save_model(_int8(openvino.Core().read_model(whole), sample), made, compress_to_fp16=False)
@@ -85,7 +85,7 @@ class OpenVinoPass:
             "NUM_STREAMS": 1,
         }
         compiled = _openvino().Core().compile_model(path, "CPU", settings)
-        names = [tuple(each.get_any_name() for each in of) for of in (compiled.inputs, compiled.outputs)]
+        names = [tuple(port.get_any_name() for port in of) for of in (compiled.inputs, compiled.outputs)]
         return cls(compiled.create_infer_request(), *names)
 
     def __call__(self, **inputs: torch.Tensor) -> SimpleNamespace:
@@ -106,7 +106,7 @@ def _int8(whole: Any, sample: Sequence[Batch]) -> Any:
     """Return the graph with products in 8 bits, calibrated on the sample."""
     import nncf
 
-    inputs = {each.get_any_name() for each in whole.inputs}
+    inputs = {port.get_any_name() for port in whole.inputs}
     batches = [
         {name: tensor.numpy() for name, tensor in batch.items() if name in inputs}
         for batch in calibration_batches(sample)
