@@ -24,7 +24,7 @@ ROW = """
 """
 MODULE = '''"""ray.io/v1 RayJob."""
 
-from finetune_operator.spec.objects import Raw
+from finetune_operator.spec.kubernetes_objects import Raw
 from finetune_operator.jobs.launchers.launcher_status import Verdict
 from finetune_operator.jobs.render.manifests import metadata
 from finetune_operator.jobs.render.templates import document

@@ -7,7 +7,7 @@ import pytest
 from finetune_operator.controller.store.owners import Owner, controller_of
 from finetune_operator.controller.store.queue import JobKey
 from finetune_operator.controller.store.store import Store
-from finetune_operator.spec.objects import GroupKind
+from finetune_operator.spec.kubernetes_objects import GroupKind
 from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS
 
 KEY, ID = JobKey("team", "demo"), ("team", "job-1")

@@ -8,7 +8,7 @@ import pytest
 from finetune_operator.controller.store.queue import JobKey
 from finetune_operator.controller.store.store import TOMBSTONE_SECONDS, Store, UnreadableError, key_of
 from finetune_operator.jobs.state.decision_types import ChildView, PodView
-from finetune_operator.spec.objects import GroupKind
+from finetune_operator.spec.kubernetes_objects import GroupKind
 from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS
 from finetune_operator.spec.types import API_VERSION, KIND
 

@@ -14,7 +14,7 @@ from finetune_contract.arguments import FREE, OWNED_BY_PLAN, known_arguments
 from finetune_operator.cli.main import app
 from finetune_operator.plan.plan import plan
 from finetune_operator.plan.types.plan_types import Facts
-from finetune_operator.spec.checks.copied import ARGUMENTS, COPIED, SAME, settle
+from finetune_operator.spec.checks.copied_settings import ARGUMENTS, COPIED, SAME, settle
 from finetune_operator.spec.checks.notices import HIGH_RATES, notices
 from finetune_operator.spec.checks.validation import validate_job
 from finetune_operator.spec.fields.shapes import find, spec_shape

@@ -27,13 +27,13 @@ from finetune_operator.spec.checks import deepspeed_overrides, template, validat
 from finetune_operator.spec.checks.validation import validate_job
 from finetune_operator.spec.fields import support
 from finetune_operator.spec.fields.field_names import plain
-from finetune_operator.spec.fields.meant_uris import as_uri
 from finetune_operator.spec.fields.shapes import Fields, accepts, find, leaves, spec_shape
 from finetune_operator.spec.fields.support import works
+from finetune_operator.spec.fields.uri_hints import as_uri
 from finetune_operator.spec.hint_values import Drop, Hint, Move, Rename, ReplaceBy, SetTo
 from finetune_operator.spec.hints import faulty_fields, other_tools
+from finetune_operator.spec.hints.field_lookup import fields_by_name
 from finetune_operator.spec.hints.foreign_table import NameRow, ValueRow, find_name, find_value, name_rows, value_rows
-from finetune_operator.spec.hints.own_fields import fields_by_name
 from finetune_operator.spec.problems import Problem, format_path, hint_data, hint_text
 from finetune_operator.spec.rules import RULES
 from finetune_operator.spec.rules.column_rules import COLUMN_TASKS

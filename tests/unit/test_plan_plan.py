@@ -25,7 +25,7 @@ from finetune_operator.spec.launcher_rows import BUILT_IN, ENGINES
 from finetune_operator.spec.problems import Problem
 from finetune_operator.spec.quantities import parse_quantity
 from finetune_operator.spec.rules import RULES
-from finetune_operator.spec.rules.parallelism import HPZ
+from finetune_operator.spec.rules.parallelism_rules import HPZ
 from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Price, Settings
 from finetune_operator.spec.types import FineTuneJob
 from planning_support.cases import BERT, encoder, job

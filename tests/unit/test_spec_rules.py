@@ -14,7 +14,7 @@ from each_case import each_case
 from finetune_operator.spec.fields.shapes import find, spec_shape
 from finetune_operator.spec.rules import RULES, cel
 from finetune_operator.spec.rules.column_rules import BLOCKS, COLUMN_TASKS
-from finetune_operator.spec.rules.processes import certain_ranks, nearest_multiples
+from finetune_operator.spec.rules.process_counts import certain_ranks, nearest_multiples
 from finetune_operator.spec.types import FineTuneJobSpec
 
 JOBS = Path(__file__).parent / "jobs"

@@ -12,7 +12,7 @@ from finetune_operator.plan.plan import plan
 from finetune_operator.plan.types.plan_types import Facts, PlanRefused
 from finetune_operator.spec.checks.validation import validate_job
 from finetune_operator.spec.launcher_rows import ENGINES, TRAINING
-from finetune_operator.spec.rules.processes import certain_processes, certain_ranks, requested_strategy
+from finetune_operator.spec.rules.process_counts import certain_processes, certain_ranks, requested_strategy
 from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS
 from finetune_operator.spec.types import FineTuneJob
 from suite_plugins.fuzz import scaled

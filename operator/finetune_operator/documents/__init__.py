@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from finetune_operator.documents.nodes import Node, NotJSONError, Position, RefusedError, compose_json, compose_yaml
-from finetune_operator.documents.values import JsonValue, Path, ValueReader
+from finetune_operator.documents.value_reader import JsonValue, Path, ValueReader
 from finetune_operator.spec.problems import Problem
 
 __all__ = ["MAX_BYTES", "MAX_DOCUMENTS", "Document", "JsonValue", "Path", "Position", "position_of", "read_documents"]

@@ -28,8 +28,8 @@ from finetune_operator.jobs.state.children import attempt_of
 from finetune_operator.jobs.state.decision_state import with_own_report
 from finetune_operator.jobs.state.decision_types import ChildView, Ended, JobView, Observed, PodView, Waiting
 from finetune_operator.spec.checks.validation import validate_job
+from finetune_operator.spec.kubernetes_objects import Conditions, Meta, Raw, RawCondition, Time, empty
 from finetune_operator.spec.launcher_rows import SUPPORTED
-from finetune_operator.spec.objects import Conditions, Meta, Raw, RawCondition, Time, empty
 from finetune_operator.spec.problems import MOST_PROBLEMS, Problem
 from finetune_operator.spec.redaction import Redactor
 from finetune_operator.spec.settings.settings import Settings

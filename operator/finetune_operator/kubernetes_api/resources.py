@@ -17,8 +17,8 @@ from finetune_operator.endpoints.kinds import (
     ROUTE_KIND,
     ROUTE_PLURAL,
 )
+from finetune_operator.spec.kubernetes_objects import GroupKind
 from finetune_operator.spec.launcher_rows import SUPPORTED, LauncherName
-from finetune_operator.spec.objects import GroupKind
 from finetune_operator.spec.types import API_VERSION, KIND, PLURAL
 
 

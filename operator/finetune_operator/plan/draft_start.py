@@ -13,7 +13,7 @@ from finetune_operator.plan.hardware.planned_devices import weakest
 from finetune_operator.plan.models.assumed_models import assumed_model, is_well_known
 from finetune_operator.plan.types.draft import Basis, Draft, Lengths, PlanInputs
 from finetune_operator.plan.types.plan_types import Adaptation, Facts
-from finetune_operator.spec.checks.copied import settle
+from finetune_operator.spec.checks.copied_settings import settle
 from finetune_operator.spec.checks.notices import notices
 from finetune_operator.spec.quantities import parse_quantity
 from finetune_operator.spec.settings.settings import Settings

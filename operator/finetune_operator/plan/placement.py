@@ -14,7 +14,7 @@ from finetune_contract.trainer_job import World
 from finetune_operator.plan.types.draft import Draft
 from finetune_operator.spec.launcher_rows import TRAINING, launcher
 from finetune_operator.spec.problems import any_of
-from finetune_operator.spec.rules.processes import least_processes, requested_strategy
+from finetune_operator.spec.rules.process_counts import least_processes, requested_strategy
 from finetune_operator.spec.types import FineTuneJobSpec, RunPolicySpec, StorageSpec, TemplateSpec
 
 

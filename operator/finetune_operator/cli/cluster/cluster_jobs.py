@@ -23,7 +23,7 @@ from finetune_operator.jobs.state.decision_types import PodView
 from finetune_operator.kubernetes_api import errors
 from finetune_operator.kubernetes_api.errors import ApiError, NoClusterError, NotFoundError, in_one_line
 from finetune_operator.kubernetes_api.resources import CLAIM, EVENT, FINETUNE_JOB, POD, Resource
-from finetune_operator.spec.objects import Meta, Raw
+from finetune_operator.spec.kubernetes_objects import Meta, Raw
 from finetune_operator.spec.types import GROUP, FineTuneJobStatus
 
 if TYPE_CHECKING:

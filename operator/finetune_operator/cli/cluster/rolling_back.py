@@ -21,7 +21,7 @@ from finetune_operator.jobs.render.claims import storage
 from finetune_operator.jobs.render.render_types import ROLLBACK_ANNOTATION
 from finetune_operator.plan.types.names import JobNames
 from finetune_operator.plan.types.plan_types import PlanRefused
-from finetune_operator.spec.objects import EPOCH
+from finetune_operator.spec.kubernetes_objects import EPOCH
 from finetune_operator.spec.types import EndpointStatus, FineTuneJobSpec, RevisionStatus
 
 

@@ -17,8 +17,8 @@ from pydantic import JsonValue
 
 from finetune_contract.choices import Stage
 from finetune_operator.plan.types.names import JobNames
+from finetune_operator.spec.kubernetes_objects import GroupKind
 from finetune_operator.spec.launcher_rows import SUPPORTED
-from finetune_operator.spec.objects import GroupKind
 
 JOBS_BETWEEN = tuple(launcher.job_between for launcher in SUPPORTED if launcher.job_between is not None)
 DRIVERS = {

@@ -44,7 +44,7 @@ from finetune_operator.kubernetes_api.resources import (
     POD,
     REPLICA_SET,
 )
-from finetune_operator.spec.objects import GroupKind
+from finetune_operator.spec.kubernetes_objects import GroupKind
 from finetune_operator.spec.settings.settings import Settings
 
 TOMBSTONE_SECONDS = 600.0

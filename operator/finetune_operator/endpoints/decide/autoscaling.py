@@ -10,7 +10,7 @@ from pydantic import JsonValue, ValidationError
 from finetune_operator.endpoints.decide.endpoint_parts import are_serving, with_reading
 from finetune_operator.jobs.state.decision_state import ReconcileState
 from finetune_operator.jobs.state.decision_types import AutoscalerView, EndpointView, JobView
-from finetune_operator.spec.objects import Conditions, Raw
+from finetune_operator.spec.kubernetes_objects import Conditions, Raw
 
 INACTIVE_SECONDS = 180
 """Time without metrics after which it is reported: those of a new server take up to two minutes to arrive."""

@@ -17,7 +17,7 @@ from finetune_operator.endpoints.kinds import KSERVE_KIND, KSERVE_LABEL
 from finetune_operator.jobs.render.render_types import ENDPOINT_ANNOTATION, REVISION_ANNOTATION
 from finetune_operator.jobs.state.children import attempt_of
 from finetune_operator.jobs.state.decision_types import EndpointView, ObjectRef
-from finetune_operator.spec.objects import Conditions, Meta, Raw, RawCondition
+from finetune_operator.spec.kubernetes_objects import Conditions, Meta, Raw, RawCondition
 
 _REPORTED_CONDITIONS = ("PredictorReady", "IngressReady", "Ready")
 """Conditions in the order in which KServe reaches them (pkg/apis/serving/v1beta1/inference_service_status.go)."""

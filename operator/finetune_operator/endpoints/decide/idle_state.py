@@ -15,7 +15,7 @@ from finetune_operator.endpoints.render.endpoint_objects import endpoint_host
 from finetune_operator.jobs.state.decision_state import Readiness, ReconcileState
 from finetune_operator.jobs.state.decision_types import EndpointView, IdleScalingView, JobView
 from finetune_operator.plan.types.names import JobNames
-from finetune_operator.spec.objects import Conditions, Meta, Raw
+from finetune_operator.spec.kubernetes_objects import Conditions, Meta, Raw
 
 IDLE = "EndpointIdle"
 """Reason of condition Ready while there is no server, for lack of requests."""

@@ -12,7 +12,7 @@ from finetune_operator.endpoints.kinds import ROUTE_KIND
 from finetune_operator.jobs.state.decision_state import ReconcileState
 from finetune_operator.jobs.state.decision_types import EndpointView, JobView, RouteView
 from finetune_operator.plan.types.names import JobNames
-from finetune_operator.spec.objects import Conditions, Meta, Raw
+from finetune_operator.spec.kubernetes_objects import Conditions, Meta, Raw
 
 ACCEPT_SECONDS = 60
 """Time after its creation until a route that is not accepted is reported; controllers take seconds."""

@@ -20,7 +20,7 @@ from finetune_operator.cli.local.workspace import FAILURE_FILE, LOCAL_STAGES
 from finetune_operator.cli.terminal.display import latest
 from finetune_operator.extras.ui.reading import Content, UnreadableError, read, stamp
 from finetune_operator.spec.json_text import loads
-from finetune_operator.spec.objects import Raw
+from finetune_operator.spec.kubernetes_objects import Raw
 from finetune_operator.spec.types import FailureStatus
 
 RunState: TypeAlias = Literal["running", "succeeded", "failed", "interrupted", "not started", "damaged", "set aside"]

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from pydantic import Field
 
 from finetune_operator.jobs.render.render_types import HASH_ANNOTATION
-from finetune_operator.spec.objects import Conditions, Raw, RawCondition, Time
+from finetune_operator.spec.kubernetes_objects import Conditions, Raw, RawCondition, Time
 
 ChildState: TypeAlias = Literal["Pending", "Running", "Succeeded", "Failed", "Suspended"]
 

@@ -15,7 +15,7 @@ from finetune_contract.choices import Stage
 from finetune_operator.jobs.launchers.launcher_registry import module_of
 from finetune_operator.jobs.render.render_types import ATTEMPT_LABEL, CAPACITY_LABEL, STAGE_LABEL
 from finetune_operator.jobs.state.decision_types import ChildView, ObjectRef
-from finetune_operator.spec.objects import Meta, Raw
+from finetune_operator.spec.kubernetes_objects import Meta, Raw
 from finetune_operator.spec.types import Capacity
 
 

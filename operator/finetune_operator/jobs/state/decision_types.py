@@ -17,8 +17,8 @@ from finetune_operator.jobs.render.pod_parts import CONTAINER_NAME
 from finetune_operator.jobs.render.render_types import Manifest
 from finetune_operator.plan.hardware.gpu_nodes import Node
 from finetune_operator.plan.types.plan_types import EndpointRuntime, LearnedRatios
+from finetune_operator.spec.kubernetes_objects import GroupKind
 from finetune_operator.spec.launcher_rows import BUILT_IN, LauncherName
-from finetune_operator.spec.objects import GroupKind
 from finetune_operator.spec.problems import Problem
 from finetune_operator.spec.types import Capacity, FineTuneJob, FineTuneJobStatus, ProgressStatus
 

@@ -15,7 +15,7 @@ from finetune_contract.facts import ModelFacts
 from finetune_contract.plans import owners_of, tensor_families
 from finetune_contract.trainer_job import Pipeline, Strategy
 from finetune_operator.plan.types.draft import Draft, decided
-from finetune_operator.spec.rules.training import keeps_full
+from finetune_operator.spec.rules.training_rules import keeps_full
 from finetune_operator.spec.types import ParallelismSpec, PipelineSpec
 
 PipelineEnd: TypeAlias = Literal["first", "last"]

@@ -21,7 +21,7 @@ from finetune_operator.plan.time.cost import machine_of, step_work
 from finetune_operator.plan.time.pauses import Saving
 from finetune_operator.plan.time.step_time import time_of_step
 from finetune_operator.plan.types.draft import Draft, decided
-from finetune_operator.spec.rules.processes import requested_strategy
+from finetune_operator.spec.rules.process_counts import requested_strategy
 from finetune_operator.spec.types import ParallelismSpec
 
 SIMPLER_MARGIN = 0.02

@@ -20,8 +20,8 @@ from finetune_operator.plan.time.cost import machine_of
 from finetune_operator.plan.time.learned import corrected_memory
 from finetune_operator.plan.types.draft import Draft, decided
 from finetune_operator.plan.types.plan_types import MemoryEstimate
-from finetune_operator.spec.rules.parallelism import secondary_shards
-from finetune_operator.spec.rules.processes import requested_strategy
+from finetune_operator.spec.rules.parallelism_rules import secondary_shards
+from finetune_operator.spec.rules.process_counts import requested_strategy
 from finetune_operator.spec.types import ParallelismSpec
 
 

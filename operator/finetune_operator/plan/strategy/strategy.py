@@ -26,7 +26,7 @@ from finetune_operator.plan.strategy.strategy_refusal import (
 )
 from finetune_operator.plan.time.cost import machine_of, step_duration, step_time
 from finetune_operator.plan.types.draft import Draft, decided
-from finetune_operator.spec.rules.processes import requested_strategy
+from finetune_operator.spec.rules.process_counts import requested_strategy
 
 MOST_LABELS = 5
 """Most forms that a reason lists by their labels."""

@@ -18,7 +18,7 @@ from finetune_operator.plan.strategy.degrees import obstacles, slices, spreads
 from finetune_operator.plan.strategy.ladder import Fit, fit_at, rungs
 from finetune_operator.plan.types.draft import Draft, decided
 from finetune_operator.spec.quantities import human_count
-from finetune_operator.spec.rules.processes import requested_strategy
+from finetune_operator.spec.rules.process_counts import requested_strategy
 from finetune_operator.spec.types import OffloadSpec, ParallelismSpec
 
 MOST_NODES = 4096

@@ -31,7 +31,7 @@ from finetune_operator.plan.types.draft import Draft, decided
 from finetune_operator.plan.types.plan_types import Estimate
 from finetune_operator.spec.problems import Problem
 from finetune_operator.spec.quantities import human_seconds
-from finetune_operator.spec.rules.parallelism import secondary_shards
+from finetune_operator.spec.rules.parallelism_rules import secondary_shards
 from finetune_operator.spec.settings.settings import Price, Settings
 
 GPU_UTILISATION = 0.35

@@ -20,11 +20,12 @@ from finetune_contract.arguments import (
     known_arguments,
 )
 from finetune_contract.hub import is_hub_name
-from finetune_operator.spec.checks.allowed import allowed_problems, named_uris
-from finetune_operator.spec.checks.copied import settle, with_same
+from finetune_operator.spec.checks.allow_check import allowed_problems, named_uris
+from finetune_operator.spec.checks.copied_settings import settle, with_same
 from finetune_operator.spec.checks.deepspeed_overrides import override_problems
 from finetune_operator.spec.fields.field_values import Path, value_at
-from finetune_operator.spec.fields.meant_uris import (
+from finetune_operator.spec.fields.support import served_schemes, unsupported
+from finetune_operator.spec.fields.uri_hints import (
     DATA_ENDING,
     copy_hint,
     hub_name_hint,
@@ -32,7 +33,6 @@ from finetune_operator.spec.fields.meant_uris import (
     rows_in_files,
     windows_path_hint,
 )
-from finetune_operator.spec.fields.support import served_schemes, unsupported
 from finetune_operator.spec.hint_values import Drop, Hint, ReplaceBy
 from finetune_operator.spec.hints.mounted_claims import in_claim, on_claim
 from finetune_operator.spec.problems import (

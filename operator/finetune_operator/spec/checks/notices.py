@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from finetune_contract.choices import OptimizerName, Task
 from finetune_contract.metrics import GREATEST, metrics_of
-from finetune_operator.spec.checks.copied import settle
+from finetune_operator.spec.checks.copied_settings import settle
 from finetune_operator.spec.fields.field_values import value_at
 from finetune_operator.spec.quantities import parse_quantity
 from finetune_operator.spec.types import RETIRED_MARK, EndpointSpec, EvaluationSpec, FineTuneJobSpec, TrafficSpec

@@ -44,7 +44,7 @@ class Row:
     def hint(self, schemes: Sequence[str]) -> Hint:
         """Return the hint with the supported values, if these schemes may be used."""
         if self.schemes:
-            from finetune_operator.spec.fields.meant_uris import copy_hint  # only a problem needs it
+            from finetune_operator.spec.fields.uri_hints import copy_hint  # only a problem needs it
 
             return copy_hint(self.path, [f"{scheme}://" for scheme in schemes])
         if self.values:

@@ -14,11 +14,11 @@ from dataclasses import replace
 from pydantic import JsonValue, ValidationError
 
 from finetune_operator.spec.fields.field_values import Model, Path, Read, read_json, value_at
-from finetune_operator.spec.fields.meant_uris import is_uri
 from finetune_operator.spec.fields.shapes import Fields, Items, Map, Shape, find
+from finetune_operator.spec.fields.uri_hints import is_uri
 from finetune_operator.spec.hint_values import Drop, Hint, Move, Rename, ReplaceBy, SetTo, changes
+from finetune_operator.spec.hints.field_lookup import FieldContext, around, dotted
 from finetune_operator.spec.hints.mounted_claims import in_claim, on_claim
-from finetune_operator.spec.hints.own_fields import Around, around, dotted
 from finetune_operator.spec.hints.unknown_names import content, unknown_name
 from finetune_operator.spec.hints.wrong_values import missing, takes, wrong_value
 from finetune_operator.spec.problems import MOST_PROBLEMS, PathPart, Problem, Reason, describe_value, format_path
@@ -145,7 +145,7 @@ def _field_problem(
 
 def unknown_field(path: Path, value: JsonValue, names: Sequence[str]) -> Problem:
     """Return the problem of an unknown field of a job's document, outside of its spec."""
-    return _unknown(path, value, unknown_name(path, value, names, Around()))
+    return _unknown(path, value, unknown_name(path, value, names, FieldContext()))
 
 
 def _unknown(path: Path, value: JsonValue, hint: Hint) -> Problem:

@@ -1,6 +1,6 @@
 """Other tools' names for fields and values of a FineTuneJob, for messages and docs: `spec/tables/foreign_names.yaml`.
 
-Nothing here is accepted in place of our own names: `copied` lists the accepted ones.
+Nothing here is accepted in place of our own names: `checks/copied_settings.py` lists the accepted ones.
 """
 
 from __future__ import annotations

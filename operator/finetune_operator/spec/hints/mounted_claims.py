@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pydantic import JsonValue
 
 from finetune_operator.spec.fields.field_values import Path, value_at
-from finetune_operator.spec.fields.meant_uris import CLAIM
+from finetune_operator.spec.fields.uri_hints import CLAIM
 from finetune_operator.spec.hint_values import Hint, ReplaceBy
 
 NO_CLAIM = "CLAIM"

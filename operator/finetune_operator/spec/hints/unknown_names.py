@@ -15,14 +15,13 @@ from pydantic import JsonValue
 
 from finetune_contract.metrics import LOWER_IS_BETTER, METRICS, metrics_of
 from finetune_operator.spec.fields.field_names import plain
-from finetune_operator.spec.fields.meant_uris import CLAIM, as_uri, is_uri
 from finetune_operator.spec.fields.shapes import Fields, Items, Map, Number
 from finetune_operator.spec.fields.support import works
+from finetune_operator.spec.fields.uri_hints import CLAIM, as_uri, is_uri
 from finetune_operator.spec.hint_values import Drop, Hint, Move, Rename, SetTo, changes
-from finetune_operator.spec.hints.foreign_table import NameRow, column_called, columns_of, find_name, find_value
-from finetune_operator.spec.hints.own_fields import (
+from finetune_operator.spec.hints.field_lookup import (
     MEANINGLESS_ALONE,
-    Around,
+    FieldContext,
     dotted,
     field_by_words,
     fields_by_name,
@@ -34,6 +33,7 @@ from finetune_operator.spec.hints.own_fields import (
     shares_fields,
     words_of,
 )
+from finetune_operator.spec.hints.foreign_table import NameRow, column_called, columns_of, find_name, find_value
 from finetune_operator.spec.hints.wrong_values import fitting, meant
 from finetune_operator.spec.problems import PathPart, aside, is_secret_name
 
@@ -61,7 +61,7 @@ _LIMIT_WORDS: Mapping[str, str] = {
 _METRIC_NAMES = {plain(name): name for task in METRICS for name in metrics_of(task)}
 
 
-def unknown_name(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], around: Around | None) -> Hint:
+def unknown_name(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], around: FieldContext | None) -> Hint:
     """Return the hint for a field that the object at the path's parent, which has `names`, does not have.
 
     `around`: other fields of the job; None: the object belongs to no job.
@@ -85,7 +85,7 @@ def _names_here(names: Sequence[str]) -> str:
     return f"rename it, or leave it out: the fields here are {', '.join(names)}"
 
 
-def _in_job(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], around: Around) -> Hint | None:
+def _in_job(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], around: FieldContext) -> Hint | None:
     name, parent = str(path[-1]), str(path[-2]) if len(path) > 1 else ""
     row = find_name(name, parent)
     if (special := _by_value(path, value, names, around)) is not None:
@@ -189,7 +189,7 @@ def _relocated(hint: Hint, path: Sequence[PathPart]) -> Hint:
     return replace(hint, fields=fields)
 
 
-def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], around: Around) -> Hint | None:
+def _by_value(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], around: FieldContext) -> Hint | None:
     """Return the hint for an unknown name whose value or place gives its meaning; None: neither does."""
     name, above = str(path[-1]), dotted(path[:-1])
     if name == "enabled" and above and isinstance(value, bool):
@@ -234,7 +234,7 @@ def _gate(name: str, value: JsonValue) -> SetTo | None:
     return SetTo({"spec.evaluation.gate.metric": metric, f"spec.evaluation.gate.{limit}": value})
 
 
-def _column(name: str, names: Sequence[str], around: Around) -> Hint | None:
+def _column(name: str, names: Sequence[str], around: FieldContext) -> Hint | None:
     """Return the hint for a column that no task reads."""
     near = difflib.get_close_matches(name, names, n=1, cutoff=_ALIKE)
     near = near or [known for known in names if known.lower() in words_of(name)]
@@ -251,7 +251,7 @@ def argument(name: str, value: JsonValue, field: str | None = None) -> Hint | No
     """
     row = find_name(name, "arguments")
     if row is not None:
-        return _by_row(row, ("spec", "training", "arguments", name), value, Around())
+        return _by_row(row, ("spec", "training", "arguments", name), value, FieldContext())
     return None if field is None else owned(field, value)
 
 
@@ -263,7 +263,7 @@ def owned(field: str, value: JsonValue) -> Hint:
     return f"set spec.{field} in place of this" if accepted is None else SetTo({f"spec.{field}": accepted}, "instead")
 
 
-def _by_row(row: NameRow, path: Sequence[PathPart], value: JsonValue, around: Around) -> Hint:
+def _by_row(row: NameRow, path: Sequence[PathPart], value: JsonValue, around: FieldContext) -> Hint:
     if converted := row.converted(value, around.beside, around.hub):
         return SetTo(converted)
     instead = find_value(row.field, value)
@@ -311,7 +311,7 @@ def _placed(place: str, path: Sequence[PathPart], row: NameRow) -> Hint:
     return Rename(leaf) if above == dotted(path[:-1]) else Move((place,))
 
 
-def content(path: Sequence[PathPart], value: Mapping[str, JsonValue], around: Around) -> SetTo | None:
+def content(path: Sequence[PathPart], value: Mapping[str, JsonValue], around: FieldContext) -> SetTo | None:
     """Return our fields, with their values, for the names inside an object that is none of ours; None: it has none.
 
     Replicas of masters and of workers are added up.
@@ -330,7 +330,7 @@ def content(path: Sequence[PathPart], value: Mapping[str, JsonValue], around: Ar
     return SetTo(fields, note) if fields else None
 
 
-def translated(path: Sequence[PathPart], given: JsonValue, around: Around) -> Mapping[str, JsonValue]:
+def translated(path: Sequence[PathPart], given: JsonValue, around: FieldContext) -> Mapping[str, JsonValue]:
     """Return our fields, with their values, for a name in an object of another tool."""
     name, above = str(path[-1]), str(path[-2])
     if path[1:2] == ("evaluation",) and (gate := _gate(name, given)) is not None:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pydantic import JsonValue
 
 from finetune_operator.spec.fields.field_names import plain
-from finetune_operator.spec.fields.meant_uris import is_uri, listed, rows_in_files, uri_hint
 from finetune_operator.spec.fields.shapes import (
     Boolean,
     Fields,
@@ -29,10 +28,11 @@ from finetune_operator.spec.fields.shapes import (
     sentence,
 )
 from finetune_operator.spec.fields.support import served_schemes, served_words, works
+from finetune_operator.spec.fields.uri_hints import is_uri, listed, rows_in_files, uri_hint
 from finetune_operator.spec.hint_values import Drop, Hint, ReplaceBy, SetTo
+from finetune_operator.spec.hints.field_lookup import NOTHING_AROUND, FieldContext, dotted, meant_task, shape_at
 from finetune_operator.spec.hints.foreign_table import convert, find_value
-from finetune_operator.spec.hints.meant_numbers import number_in, seconds_of
-from finetune_operator.spec.hints.own_fields import NOTHING_AROUND, Around, dotted, meant_task, shape_at
+from finetune_operator.spec.hints.number_readings import number_in, seconds_of
 from finetune_operator.spec.problems import PathPart, holds_secret, is_secret_name
 
 _LONGEST = 200
@@ -70,7 +70,7 @@ def wrong_value(
     path: Sequence[PathPart],
     value: JsonValue,
     schemes: Sequence[str] | None,
-    around: Around = NOTHING_AROUND,
+    around: FieldContext = NOTHING_AROUND,
 ) -> tuple[str, Hint]:
     """Return the rule that a value breaks at `path`, and the hint; `schemes` are those that the settings allow."""
     shape, field = _served(shape, path), dotted(path)
@@ -129,7 +129,7 @@ def takes(shape: Shape, value: JsonValue) -> bool:
     return not missing and all(name in fields and takes(fields[name], inner) for name, inner in value.items())
 
 
-def meant(shape: Shape, field: str, value: JsonValue, around: Around = NOTHING_AROUND) -> Hint | None:
+def meant(shape: Shape, field: str, value: JsonValue, around: FieldContext = NOTHING_AROUND) -> Hint | None:
     """Return the hint for a value with a plain meaning at the dotted path; None: it has none. Raise OverflowError for a
     number beyond floating point.
     """
@@ -223,7 +223,9 @@ def _list(shape: Shape, item: Shape, leaf: str, value: JsonValue) -> Hint | None
     return next((ReplaceBy(reading) for reading in readings if accepts(shape, reading)), None)
 
 
-def _object(shape: Shape, fields: Mapping[str, Shape], field: str, value: JsonValue, around: Around) -> Hint | None:
+def _object(
+    shape: Shape, fields: Mapping[str, Shape], field: str, value: JsonValue, around: FieldContext
+) -> Hint | None:
     """Return the hint for a value in place of an object: that of the object's field that it belongs to."""
     leaf = field.rpartition(".")[2]
     match value:

@@ -11,26 +11,26 @@ from __future__ import annotations
 from finetune_operator.spec.rules import (
     column_rules,
     combination_rules,
-    data,
-    evaluation,
-    pairs,
-    parallelism,
+    data_rules,
+    evaluation_rules,
+    pair_rules,
+    parallelism_rules,
     resource_rules,
-    training,
+    training_rules,
 )
-from finetune_operator.spec.rules.data import SOMETHING_TO_DO
+from finetune_operator.spec.rules.data_rules import SOMETHING_TO_DO
 from finetune_operator.spec.rules.rule import Rule
 
 __all__ = ["RULES", "SOMETHING_TO_DO"]
 
 RULES: tuple[Rule, ...] = (
-    *data.RULES,
+    *data_rules.RULES,
     *column_rules.RULES,
-    *evaluation.RULES,
-    *training.RULES,
+    *evaluation_rules.RULES,
+    *training_rules.RULES,
     *combination_rules.RULES,
-    *parallelism.RULES,
+    *parallelism_rules.RULES,
     *resource_rules.RULES,
-    *pairs.RULES,
+    *pair_rules.RULES,
 )
 """In the order of reporting."""

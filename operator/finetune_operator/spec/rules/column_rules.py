@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from finetune_contract.choices import Task
 from finetune_operator.spec.problems import describe_value
 from finetune_operator.spec.rules.cel import predicate
-from finetune_operator.spec.rules.pairs import is_for
-from finetune_operator.spec.rules.rule import Rule, chosen, value_of
+from finetune_operator.spec.rules.pair_rules import is_for
+from finetune_operator.spec.rules.rule import Rule, chosen_cel, value_of
 from finetune_operator.spec.types import FineTuneJobSpec
 
 COLUMN_TASKS: Mapping[str, tuple[Task, ...]] = {
@@ -105,7 +105,7 @@ def _form_rule(block: str) -> Rule:
     return Rule(
         f"{block}-rows-have-one-form",
         f"{block}.columns",
-        f"self.task != 'text-generation' || !({chosen(block)}) || ({checked})",
+        f"self.task != 'text-generation' || !({chosen_cel(block)}) || ({checked})",
         "mixes row formats; text-generation reads text, or source and target, or messages"
         + ("" if block == "dataset" else ", as in spec.dataset"),
         "name the columns of one format, and leave the rest out",

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 from finetune_contract.arguments import compiles
 from finetune_contract.combinations import CONSTRAINTS
 from finetune_contract.constraints import FIELDS, Choices, Constraint, Term, Value
-from finetune_operator.spec.rules.processes import PROCESSES, SPREAD, WORLD_FIELDS, certain_processes
+from finetune_operator.spec.rules.process_counts import PROCESSES, SPREAD, WORLD_FIELDS, certain_processes
 from finetune_operator.spec.rules.rule import Rule, loops
 from finetune_operator.spec.types import FineTuneJobSpec
 

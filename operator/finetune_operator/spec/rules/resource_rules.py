@@ -7,7 +7,7 @@ from typing import Literal
 
 from finetune_operator.spec.launcher_rows import SUPPORTED
 from finetune_operator.spec.quantities import parse_quantity, size_hint, too_small_rule
-from finetune_operator.spec.rules.rule import Rule, chosen, value_of
+from finetune_operator.spec.rules.rule import Rule, chosen_cel, value_of
 from finetune_operator.spec.types import FineTuneJobSpec
 
 RESERVED_PREFIXES = (
@@ -77,7 +77,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "mig-is-one-a-pod",
         "resources.accelerator.resource",
-        f"!({chosen('resources.accelerator.resource')})"
+        f"!({chosen_cel('resources.accelerator.resource')})"
         " || !self.resources.accelerator.resource.startsWith('nvidia.com/mig-')"
         " || type(self.resources.gpusPerNode) != int || int(self.resources.gpusPerNode) <= 1",
         "is a MIG profile, of which a process can use one instance only: spec.resources.gpusPerNode must be 1",
@@ -94,14 +94,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "replicas-within-bounds",
         "endpoint.maxReplicas",
-        f"!({chosen('endpoint.maxReplicas')}) || self.endpoint.maxReplicas >= self.endpoint.replicas",
+        f"!({chosen_cel('endpoint.maxReplicas')}) || self.endpoint.maxReplicas >= self.endpoint.replicas",
         "must be at least spec.endpoint.replicas",
         "increase it, or reduce spec.endpoint.replicas",
     ),
     Rule(
         "request-target-scales",
         "endpoint.targetRequestsInFlight",
-        f"!({chosen('endpoint.targetRequestsInFlight')})"
+        f"!({chosen_cel('endpoint.targetRequestsInFlight')})"
         " || (has(self.endpoint.maxReplicas) && self.endpoint.maxReplicas > self.endpoint.replicas)",
         "needs spec.endpoint.maxReplicas above spec.endpoint.replicas, as servers are not added otherwise",
         "set spec.endpoint.maxReplicas, or leave it out",
@@ -109,7 +109,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "adapters-have-names-of-their-own",
         "endpoint.adapters",
-        f"!({chosen('endpoint.adapters')}) || self.endpoint.adapters.all(each, "
+        f"!({chosen_cel('endpoint.adapters')}) || self.endpoint.adapters.all(each, "
         "self.endpoint.adapters.exists_one(other, other.name == each.name))",
         "must have different names, by which requests choose",
         "rename the adapters that share a name",

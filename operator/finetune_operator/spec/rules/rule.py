@@ -79,7 +79,7 @@ def value_of(spec: FineTuneJobSpec, path: str) -> Any:
     return value
 
 
-def chosen(path: str, *values: str | bool) -> str:
+def chosen_cel(path: str, *values: str | bool) -> str:
     """Return CEL: the field has one of these values; without values, any but its default, of a block in some field."""
     steps = _steps(path)
     place, field = steps[-1]
@@ -88,7 +88,7 @@ def chosen(path: str, *values: str | bool) -> str:
         terms.append(f"{place} in [{', '.join(_literal(value) for value in values)}]")
     elif isinstance(field.default, BaseModel):
         inner = (f"{path}.{name}" for name in map(to_camel, type(field.default).model_fields))
-        terms.append(f"({' || '.join(chosen(nested) for nested in inner if nested not in UNREADABLE)})")
+        terms.append(f"({' || '.join(chosen_cel(nested) for nested in inner if nested not in UNREADABLE)})")
     elif isinstance(field.default, tuple | dict):
         terms.append(f"size({place}) > 0")
     elif field.default is not None and not field.is_required():

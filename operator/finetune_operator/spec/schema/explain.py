@@ -15,8 +15,8 @@ from functools import cache
 from pydantic import JsonValue
 
 from finetune_operator.spec.fields.field_names import plain
+from finetune_operator.spec.hints.field_lookup import free_arguments, namesakes
 from finetune_operator.spec.hints.foreign_table import find_name
-from finetune_operator.spec.hints.own_fields import free_arguments, namesakes
 from finetune_operator.spec.schema.crd import Schema, crd
 from finetune_operator.spec.types import API_VERSION, GROUP, KIND, PLURAL, SHORT_NAME, SINGULAR, VERSION
 

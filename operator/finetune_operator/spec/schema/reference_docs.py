@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pydantic import JsonValue
 
 from finetune_contract.arguments import FREE, OWNED_BY_PLAN, known_arguments
-from finetune_operator.spec.checks.copied import ARGUMENTS, COPIED, SAME, Copied
+from finetune_operator.spec.checks.copied_settings import ARGUMENTS, COPIED, SAME, Copied
 from finetune_operator.spec.fields.shapes import Fields, Items, Shape, sentence, shape_of, spec_shape, status_shape
 from finetune_operator.spec.fields.support import ROWS
 from finetune_operator.spec.hints.foreign_table import NameRow, ValueRow, name_rows, value_rows

@@ -15,7 +15,7 @@ from finetune_operator.jobs.render.pod_parts import CONTAINER_NAME
 from finetune_operator.jobs.render.render_types import Manifest
 from finetune_operator.jobs.render.templates import document
 from finetune_operator.jobs.render.trainer_pod import StagePods, stage_pod
-from finetune_operator.spec.objects import Raw
+from finetune_operator.spec.kubernetes_objects import Raw
 
 REPLACEMENTS = 3
 """Pods of one index that the Job replaces in an attempt. One more loss fails the attempt, with its cause, and the next

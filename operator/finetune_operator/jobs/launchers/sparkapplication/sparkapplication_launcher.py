@@ -16,7 +16,7 @@ from finetune_operator.jobs.render.pod_parts import CONTAINER_NAME, Pod, Resourc
 from finetune_operator.jobs.render.render_types import ATTEMPT_LABEL, MANAGED_BY, STAGE_LABEL, Manifest
 from finetune_operator.jobs.render.templates import document
 from finetune_operator.jobs.render.trainer_pod import StagePods, program_arguments, stage_pod
-from finetune_operator.spec.objects import Raw, RawCondition, Time
+from finetune_operator.spec.kubernetes_objects import Raw, RawCondition, Time
 from finetune_operator.spec.quantities import parse_quantity
 
 

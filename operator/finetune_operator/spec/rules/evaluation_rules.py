@@ -10,7 +10,7 @@ from typing import Literal
 from finetune_contract.choices import Task
 from finetune_contract.metrics import GREATEST, LEAST, LOSS, LOWER_IS_BETTER, METRICS, metrics_of, stopping_metrics_of
 from finetune_operator.spec.problems import describe_value
-from finetune_operator.spec.rules.rule import Rule, chosen, value_of
+from finetune_operator.spec.rules.rule import Rule, chosen_cel, value_of
 from finetune_operator.spec.types import FineTuneJobSpec
 
 
@@ -70,7 +70,7 @@ def _cel_list(names: Iterable[str]) -> str:
 def _metric_cel(path: str, names: Mapping[Task, Sequence[str]]) -> str:
     """Return CEL: `path`.metric is one of the task's, if there is such a block."""
     by_task = (f"(self.task != '{task}' || self.{path}.metric in {_cel_list(names[task])})" for task in names)
-    return f"!({chosen(path)}) || ({' && '.join(by_task)})"
+    return f"!({chosen_cel(path)}) || ({' && '.join(by_task)})"
 
 
 def _limit_rules(
@@ -95,14 +95,14 @@ def _limit_rules(
         Rule(
             f"gate-{limit}-suits-its-metric",
             path,
-            f"!({chosen(path)}) || has({gate}.{other}) || !({gate}.metric in {_cel_list(others)})",
+            f"!({chosen_cel(path)}) || has({gate}.{other}) || !({gate}.metric in {_cel_list(others)})",
             f"does not apply to a metric that is better when {better}",
             f"replace {limit} with {other}",
         ),
         Rule(
             f"gate-{limit}-can-be-met",
             path,
-            f"!({chosen(path)}) || ({reached})",
+            f"!({chosen_cel(path)}) || ({reached})",
             "is out of the range of the metric",
             "write a value that the metric can have",
             advice=advice,
@@ -160,7 +160,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "gate-has-one-limit",
         "evaluation.gate",
-        f"!({chosen('evaluation.gate')}) || has(self.evaluation.gate.minimum) != has(self.evaluation.gate.maximum)",
+        f"!({chosen_cel('evaluation.gate')}) || has(self.evaluation.gate.minimum) != has(self.evaluation.gate.maximum)",
         "needs exactly one of minimum and maximum",
         "set minimum for a metric that is better when higher, maximum for one that is better when lower",
     ),

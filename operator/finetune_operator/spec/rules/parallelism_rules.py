@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune_operator.spec.rules.processes import (
+from finetune_operator.spec.rules.process_counts import (
     MODEL,
     SPREAD,
     WORLD,

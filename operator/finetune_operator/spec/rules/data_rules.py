@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from finetune_operator.spec.rules.column_rules import columns_differ, leak_advice
-from finetune_operator.spec.rules.rule import Rule, chosen, value_of
+from finetune_operator.spec.rules.rule import Rule, chosen_cel, value_of
 from finetune_operator.spec.types import DNS_SUBDOMAIN_PATTERN, FineTuneJobSpec
 
 
@@ -22,7 +22,7 @@ def _hub_only_rule(path: str, uri: str) -> Rule:
     return Rule(
         f"{path}-needs-hub",
         path,
-        f"!({chosen(path)}) || self.{uri}.startsWith('hf://')",
+        f"!({chosen_cel(path)}) || self.{uri}.startsWith('hf://')",
         f"applies to the Hub only: spec.{uri} must begin with hf://",
         "leave it out, or name a Hub repository",
     )
@@ -43,7 +43,7 @@ def _claim_rule(path: str) -> Rule:
     return Rule(
         f"{path}-names-a-claim",
         path,
-        f"!({chosen(path)}) || {_names_a_claim(f'self.{path}')}",
+        f"!({chosen_cel(path)}) || {_names_a_claim(f'self.{path}')}",
         "must be pvc://claim or pvc://claim/path, with a claim of the job's namespace and no .. in the path",
         _CLAIM_HINT,
     )
@@ -84,7 +84,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "predictions-have-a-format",
         "predict.output",
-        f"!({chosen('predict.output')}) || self.predict.output.endsWith('.jsonl')"
+        f"!({chosen_cel('predict.output')}) || self.predict.output.endsWith('.jsonl')"
         " || self.predict.output.endsWith('.parquet') || self.predict.output.endsWith('/')",
         "must end in .jsonl or .parquet, which also sets the format, or in / for a folder of parts",
         "add .jsonl, .parquet or /",
@@ -93,7 +93,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "predictions-have-one-format",
         "predict.format",
-        f"!({chosen('predict.format')}) || !has(self.predict.output)"
+        f"!({chosen_cel('predict.format')}) || !has(self.predict.output)"
         " || !self.predict.output.endsWith(self.predict.format == 'jsonl' ? '.parquet' : '.jsonl')",
         "differs from the extension of spec.predict.output, which sets the format of a file",
         "leave it out, or change the extension of spec.predict.output",
@@ -101,21 +101,23 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "spark-has-executors",
         "predict.workers",
-        f"!({chosen('predict.engine', 'spark')}) || type(self.predict.workers) != int || int(self.predict.workers) > 1",
+        f"!({chosen_cel('predict.engine', 'spark')})"
+        " || type(self.predict.workers) != int || int(self.predict.workers) > 1",
         "leaves no executor: with spec.predict.engine spark, the driver is one of the workers",
         "set it to auto or at least 2, or leave spec.predict.engine out",
     ),
     Rule(
         "vllm-needs-a-server",
         "predict.server",
-        f"!({chosen('predict.optimization', 'vllm')}) || has(self.predict.server)",
+        f"!({chosen_cel('predict.optimization', 'vllm')}) || has(self.predict.server)",
         "is required with spec.predict.optimization vllm",
         "write the URL of an OpenAI-compatible server, such as http://vllm.team.svc:8000",
     ),
     Rule(
         "texts-need-references",
         "predict.metricTolerance",
-        f"!({chosen('predict.metricTolerance')}) || !(has(self.predict.server) || self.predict.optimization == 'vllm')"
+        f"!({chosen_cel('predict.metricTolerance')})"
+        " || !(has(self.predict.server) || self.predict.optimization == 'vllm')"
         " || !has(self.dataset) || !has(self.dataset.columns.text)",
         "compares generated texts with references, and rows of spec.dataset.columns.text have none",
         "use columns source and target, or messages; or spec.predict.tolerance, the share of equal texts",
@@ -123,7 +125,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "kserve-runtime-reads-a-claim",
         "model.uri",
-        f"!({chosen('endpoint.kserveRuntime')}) || has(self.training) || self.model.uri.startsWith('pvc://')",
+        f"!({chosen_cel('endpoint.kserveRuntime')}) || has(self.training) || self.model.uri.startsWith('pvc://')",
         "must be in a claim (pvc://) with spec.endpoint.kserveRuntime, or be trained by the job",
         "use pvc://",
     ),
@@ -135,7 +137,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "endpoint.adapters-name-claims",
         "endpoint.adapters",
-        f"!({chosen('endpoint.adapters')}) || self.endpoint.adapters.all(each, {_names_a_claim('each.uri')})",
+        f"!({chosen_cel('endpoint.adapters')}) || self.endpoint.adapters.all(each, {_names_a_claim('each.uri')})",
         "must have uris such as pvc://claim/path, with a claim of the job's namespace and no .. in the path",
         _CLAIM_HINT,
         reads=("endpoint.adapters",),

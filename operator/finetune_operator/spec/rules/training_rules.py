@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import gcd
 from typing import Literal
 
-from finetune_operator.spec.rules.processes import (
+from finetune_operator.spec.rules.process_counts import (
     MODEL,
     WORLD,
     WORLD_FIELDS,
@@ -14,7 +14,7 @@ from finetune_operator.spec.rules.processes import (
     nearest_multiples,
     replicas_on_cpu,
 )
-from finetune_operator.spec.rules.rule import NO_LOOP, Rule, chosen, loops, value_of
+from finetune_operator.spec.rules.rule import NO_LOOP, Rule, chosen_cel, loops, value_of
 from finetune_operator.spec.types import CheckpointEverySpec, FineTuneJobSpec, PipelineSpec
 
 
@@ -85,7 +85,7 @@ def _stays_inside(path: str) -> Rule:
     return Rule(
         f"{path}-stays-inside",
         path,
-        f"!({chosen(path)}) || !self.{path}.matches('(^|/)[.][.](/|$)')",
+        f"!({chosen_cel(path)}) || !self.{path}.matches('(^|/)[.][.](/|$)')",
         "must stay inside the repository",
         "write it without ..",
     )

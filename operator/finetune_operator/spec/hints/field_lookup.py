@@ -14,9 +14,9 @@ from finetune_contract.arguments import FREE
 from finetune_contract.metrics import METRICS
 from finetune_operator.spec.fields.field_names import plain
 from finetune_operator.spec.fields.field_values import Path, value_at
-from finetune_operator.spec.fields.meant_uris import on_hub
 from finetune_operator.spec.fields.shapes import Fields, Items, Map, Shape, find, spec_shape
 from finetune_operator.spec.fields.support import works
+from finetune_operator.spec.fields.uri_hints import on_hub
 from finetune_operator.spec.hints.foreign_table import find_value
 from finetune_operator.spec.problems import PathPart
 
@@ -152,7 +152,7 @@ def shares_fields(field: str, value: Mapping[str, JsonValue]) -> bool:
 
 
 @dataclass(frozen=True)
-class Around:
+class FieldContext:
     """Other fields of a job."""
 
     task: JsonValue = None
@@ -168,17 +168,17 @@ class Around:
         return on_hub(self.data)
 
 
-NOTHING_AROUND = Around()
+NOTHING_AROUND = FieldContext()
 
 
-def around(path: Path, spec: JsonValue) -> Around:
+def around(path: Path, spec: JsonValue) -> FieldContext:
     """Return the fields of a spec on which the meaning of the field at `path` depends."""
     task, columns = value_at(spec, ("task",)), value_at(spec, ("dataset", "columns"))
     if task == "question-answering" and isinstance(columns, dict) and "context" not in columns and "prompt" in columns:
         task = "text-generation"  # A prompt and its answer, from a data set without texts that contain the answer.
     above = value_at(spec, path[:-1])
     beside = above if isinstance(above, dict) else {}
-    return Around(meant_task(task), value_at(spec, ("dataset", "uri")), beside)
+    return FieldContext(meant_task(task), value_at(spec, ("dataset", "uri")), beside)
 
 
 def meant_task(task: JsonValue) -> JsonValue:

@@ -18,7 +18,7 @@ from finetune_contract.choices import (
 )
 from finetune_operator.spec.problems import any_of
 from finetune_operator.spec.rules.cel import predicate
-from finetune_operator.spec.rules.rule import UNREADABLE, Rule, chosen, value_of
+from finetune_operator.spec.rules.rule import UNREADABLE, Rule, chosen_cel, value_of
 from finetune_operator.spec.types import FineTuneJobSpec
 
 Choice: TypeAlias = str | bool
@@ -36,8 +36,8 @@ def excludes(
     return _rule(
         f"{path}-excludes-{other}",
         path,
-        chosen(path, *of),
-        f"!({chosen(other, *values)})" + (f" || {unless}" if unless else ""),
+        chosen_cel(path, *of),
+        f"!({chosen_cel(other, *values)})" + (f" || {unless}" if unless else ""),
         f"cannot be combined with {_named(other, values)}{why}",
         f"leave it out, or {way}",
     )
@@ -49,8 +49,8 @@ def needs(path: str, other: str, *values: Choice, of: tuple[str, ...] = (), why:
     return _rule(
         f"{path}-needs-{other}",
         path,
-        chosen(path, *of),
-        f"({chosen(other, *values)})",
+        chosen_cel(path, *of),
+        f"({chosen_cel(other, *values)})",
         f"{' '.join([*of, 'needs'])} {_named(other, values)}{why}",
         f"leave it out, or {way}" if values else f"{way}, or leave it out",
     )
@@ -63,7 +63,7 @@ def is_for(
     return Rule(
         f"{path}-is-for-{tasks[0]}",
         path,
-        f"!({chosen(path, *values)}) || {chosen('task', *tasks)}",
+        f"!({chosen_cel(path, *values)}) || {chosen_cel('task', *tasks)}",
         f"{f'{any_of(values)} ' if len(values) in (1, 2) else ''}applies to {', '.join(tasks)} only",
         "leave it out",
         advice=advice,
