@@ -102,7 +102,7 @@ def known_arguments() -> str:
 
 def tensor_families() -> str:
     """Return the list of models that tensor parallelism can divide. It is made from transformers' plans."""
-    from finetune_trainer.strategies.splitting.tensor import tensor_families_json
+    from finetune_trainer.strategies.parallel.tensor import tensor_families_json
 
     return tensor_families_json()
 

@@ -27,8 +27,8 @@ from transformers import BertConfig, BertForSequenceClassification
 from finetune_contract.trainer_job import Pipeline as PipelineSettings
 from finetune_operator.plan.memory.model_parallel_plan import bubble
 from finetune_trainer.core.distributed import free_port
-from finetune_trainer.strategies.splitting.mesh import PIPELINE, MeshShape
-from finetune_trainer.strategies.splitting.pipeline import Pipeline
+from finetune_trainer.strategies.parallel.mesh import PIPELINE, MeshShape
+from finetune_trainer.strategies.parallel.pipeline import Pipeline
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 FORWARD_SECONDS = 0.004

@@ -13,7 +13,7 @@ def train(arguments: list[str], logits: int) -> None:
     """Run the stage with at most `logits` at a time, print the number of chunks, and end the process with its code."""
     from finetune_contract import plans
     from finetune_trainer.__main__ import run
-    from finetune_trainer.core.library_patches import divided_cross_entropy
+    from finetune_trainer.core.library_patches import sharded_cross_entropy
     from finetune_trainer.training.passes import chunked_loss
 
     plans.LOSS_LOGITS = logits
@@ -26,14 +26,14 @@ def train(arguments: list[str], logits: int) -> None:
         return compute(loss, *part)
 
     chunked_loss.ChunkedLoss._judge = counted  # type: ignore[method-assign]
-    install, divided = divided_cross_entropy.install, 0
+    install, divided = sharded_cross_entropy.install, 0
 
     def noted() -> Any:
         nonlocal divided
         divided += 1
         return install()
 
-    object.__setattr__(divided_cross_entropy, "install", noted)
+    object.__setattr__(sharded_cross_entropy, "install", noted)
     before = libraries()
     code = run(arguments)
     print(f"{calls} chunks were computed")

@@ -68,7 +68,7 @@ def answer(job: dict[str, Any], root: str, stage: str, limits: list[int], out: s
     from finetune_trainer.core.distributed import discover
     from finetune_trainer.core.progress import NoProgress
     from finetune_trainer.data.prepared import PreparedData
-    from finetune_trainer.predict.pod_processes import BatchShare
+    from finetune_trainer.predict.pod_processes import BatchShard
     from finetune_trainer.predict.runner import answers_of, fitted_budgets, follow, model_to_use, settle
     from finetune_trainer.predict.tensor_group import joined_group
     from finetune_trainer.tasks.writing import WRITTEN
@@ -80,7 +80,7 @@ def answer(job: dict[str, Any], root: str, stage: str, limits: list[int], out: s
     group: Any = replace(joined_group(world, pod, "cpu"), memory=memory)  # type: ignore[call-arg]  # a TensorGroup
     model = model_to_use(given, paths, prepared, "fp32", group=group)
     memory.limit(model)
-    share = BatchShare(world.rank // MODEL_RANKS, len(limits) // MODEL_RANKS, group)
+    share = BatchShard(world.rank // MODEL_RANKS, len(limits) // MODEL_RANKS, group)
     settle(model, "cpu")
     budgets: list[int] = []
     if group.leads:

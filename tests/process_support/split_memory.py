@@ -86,7 +86,7 @@ def trained(model: str, training: dict[str, Any], converted: bool, out: str) -> 
     for step in range(STEPS):
         batches = [{"input_ids": ids, "labels": ids} for ids in (_ids(step, 8), _ids(step + 7, 8))]
         if plan.strategy.sequence > 1:
-            batches = [strategy.shape.token_slice(world.rank).of(batch) for batch in batches]
+            batches = [strategy.shape.token_shard(world.rank).of(batch) for batch in batches]
         if (own := strategy.replica_step) is not None and own.pipeline is not None:
             losses.append(float(own.pipeline.step(batches, lambda whole, batch: whole(**batch).loss / 2)))
         else:

@@ -67,11 +67,11 @@ def _save(strategy: Any, placed: Any, form: str, folder: Path, *, gathered: bool
     import torch
 
     from finetune_trainer.checkpoint.checkpoints import CheckpointStore
-    from finetune_trainer.checkpoint.spread_hashing import SpreadHashing, work_of_rank_0
+    from finetune_trainer.checkpoint.sharded_hashing import ShardedHashing, work_of_rank_0
     from finetune_trainer.core.distributed import barrier, current, patiently_gathered
 
     rank, size = (current().rank, placed.world_size)
-    hashing = SpreadHashing(size)
+    hashing = ShardedHashing(size)
     store = CheckpointStore(folder, keep=1, hashing=hashing)
     if rank == 0:
         store.begin(STEPS)
@@ -110,7 +110,7 @@ def _whole(placed: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return weights and optimizer state, gathered by torch. Every process must call it."""
 
     from finetune_trainer.core.distributed import patiently_gathered
-    from finetune_trainer.strategies.splitting.divided_tensors import whole_of
+    from finetune_trainer.strategies.parallel.sharded_tensors import whole_of
 
     def full(value: Any) -> Any:
         return whole_of(value).detach().clone()

@@ -71,8 +71,8 @@ def in_stages(family: str, training: dict[str, Any], clip: float, out: str) -> N
     import torch
 
     from finetune_contract.trainer_job import Training
+    from finetune_trainer.strategies.parallel import gradient_reducer
     from finetune_trainer.strategies.select import strategy_for
-    from finetune_trainer.strategies.splitting import gradient_reducer
     from finetune_trainer.strategies.strategy_protocol import Placed
 
     torch.distributed.init_process_group("gloo")

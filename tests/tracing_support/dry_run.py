@@ -30,8 +30,8 @@ from finetune_trainer.data.packing import SIZES
 from finetune_trainer.models import adapters, float8
 from finetune_trainer.models.stored_weights import in_training_type, narrow_weights
 from finetune_trainer.report.measured_facts import model_facts
+from finetune_trainer.strategies.parallel.mesh import MeshShape
 from finetune_trainer.strategies.select import strategy_for
-from finetune_trainer.strategies.splitting.mesh import MeshShape
 from finetune_trainer.tasks.task_registry import task_parts
 from finetune_trainer.training.loop import TrainingLoop
 from finetune_trainer.training.loop_parts import LoopData, LoopHooks, LoopModel, StepReport
@@ -221,7 +221,7 @@ def _loop(
     data = LoopData(
         EpochOrder(lengths, training.loop_batch, shape.data_rank(case.rank), 1, grouped=False),
         rows=cast(Any, _Rows(rows, case)),
-        collate=_RealBatches(task.encoding, 0, shape.token_slice(case.rank)),
+        collate=_RealBatches(task.encoding, 0, shape.token_shard(case.rank)),
         validation=None,
     )
     observer, clock = _Observer(), _Clock(trace)

@@ -25,7 +25,7 @@ from finetune_operator.plan.memory.model_parallel_plan import PipelineEnd
 from finetune_operator.plan.memory.process_memory import estimate
 from finetune_operator.plan.plan import recipe_of
 from finetune_operator.plan.types.plan_types import MemoryEstimate
-from finetune_trainer.strategies.splitting.mesh import PIPELINE, MeshShape
+from finetune_trainer.strategies.parallel.mesh import PIPELINE, MeshShape
 from tracing_support.held_cases import HELD_CASES
 from tracing_support.memory_cases import MEMORY_CASES
 from tracing_support.traced_cases import CASES, Case

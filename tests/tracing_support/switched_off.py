@@ -90,14 +90,14 @@ _INVALID_NORM = is_invalid_grad_norm
 
 ROWS = (
     SwitchedOff(
-        ("finetune_trainer.strategies.splitting.model_parallel:ModelParallel._assert_in_stages",),
+        ("finetune_trainer.strategies.parallel.model_parallel:ModelParallel._assert_in_stages",),
         "compares the parameters of all stages together with those of the model",
         "left off",
         "the sum needs the other processes' numbers",
         _nothing,
     ),
     SwitchedOff(
-        ("finetune_trainer.strategies.splitting.pipeline:Pipeline.evaluate",),
+        ("finetune_trainer.strategies.parallel.pipeline:Pipeline.evaluate",),
         "has the whole model answer through all stages, for probes and validation",
         "answers a number",
         "the last stage sends the shapes of its answer as a pickled object",
@@ -105,9 +105,9 @@ ROWS = (
     ),
     SwitchedOff(
         (
-            "finetune_trainer.strategies.splitting.whole_answers:shared_from_first",
-            "finetune_trainer.strategies.splitting.model_parallel:shared_from_first",
-            "finetune_trainer.strategies.splitting.sequence:shared_from_first",
+            "finetune_trainer.strategies.parallel.whole_answers:shared_from_first",
+            "finetune_trainer.strategies.parallel.model_parallel:shared_from_first",
+            "finetune_trainer.strategies.parallel.sequence:shared_from_first",
         ),
         "has rank 0 compute the answers of the whole model, and sends them to all",
         "computes them on each process",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from finetune_trainer.strategies.splitting.divided_tensors import Position, blocks
+from finetune_trainer.strategies.parallel.sharded_tensors import Position, blocks
 
 
 def slice_of(whole: torch.Tensor, split: Any, at: Position) -> torch.Tensor:

@@ -154,7 +154,7 @@ def test_layer_prepared_for_division_answers_as_before(precision: str):
     models[1].load_state_dict(models[0].state_dict())
     for model, divided in zip(models, (False, True), strict=True):
         hold(model, ["layer"], precision, divided=divided)
-    models[1]["layer"].divide_on("cpu")
+    models[1]["layer"].shard_on("cpu")
     weights = [model["layer"].weight for model in models]
     assert type(weights[1]) is torch.nn.Parameter
     # In the type that FSDP gathers in: other types would be converted, and the packed bits lost.

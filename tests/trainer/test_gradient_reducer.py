@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from finetune_trainer.strategies.splitting import gradient_reducer
-from finetune_trainer.strategies.splitting.gradient_reducer import GradientReducer, in_buckets
-from finetune_trainer.strategies.splitting.model_parallel import local_gradient
+from finetune_trainer.strategies.parallel import gradient_reducer
+from finetune_trainer.strategies.parallel.gradient_reducer import GradientReducer, in_buckets
+from finetune_trainer.strategies.parallel.model_parallel import local_gradient
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from finetune_trainer.predict.runner import answers_of
 from finetune_trainer.prepare.prepare import prepare
 from finetune_trainer.report.reporting import CONFUSION_FILE, SAMPLES_FILE, merge_metrics
 from finetune_trainer.tasks.task_registry import task_of, task_parts
-from finetune_trainer.training.dealing import Deal, DealtSplit
+from finetune_trainer.training.rank_shards import RankShards, ShardedSplit
 from trainer_support.tasks import predictions, training_of, write_lines
 
 SMALL: dict[str, Any] = {"device": "cpu", "batch_tokens": 64}
@@ -132,19 +132,19 @@ def test_batches_that_exceed_memory_are_halved_and_all_rows_answered(model, data
     assert warnings[0].endswith("rows at once do not fit the GPU's memory: halving the batch size from here on.")
 
 
-def dealt(model: Path, data: Path, paths: JobPaths, *, halves: bool, rank: int = 0) -> tuple[Any, DealtSplit]:
+def dealt(model: Path, data: Path, paths: JobPaths, *, halves: bool, rank: int = 0) -> tuple[Any, ShardedSplit]:
     """Return the model, and its test rows as a validation between the steps of a training deals them to one rank."""
     job, network, _ = ready(model, data, paths)
-    return network, Deal(PreparedData.open(paths), task_of(job), 500, rank, 1 + rank, halves=halves).split("test")
+    return network, RankShards(PreparedData.open(paths), task_of(job), 500, rank, 1 + rank, halves=halves).split("test")
 
 
 @pytest.mark.parametrize("ranks", [3, 5])
 def test_each_batch_is_dealt_once_and_only_the_last_is_repeated(ranks: int, model, data, paths):
     job, _, _ = ready(model, data, paths)
     prepared, task = PreparedData.open(paths), task_of(job)
-    whole = [list(each) for each in Deal(prepared, task, 100, 0, 1).split("test").mine]
+    whole = [list(each) for each in RankShards(prepared, task, 100, 0, 1).split("test").mine]
     assert len(whole) % ranks, "the last round has fewer batches than ranks"
-    shares = [Deal(prepared, task, 100, rank, ranks).split("test").mine for rank in range(ranks)]
+    shares = [RankShards(prepared, task, 100, rank, ranks).split("test").mine for rank in range(ranks)]
     dealt_out = [list(each) for round_of_ranks in zip(*shares, strict=True) for each in round_of_ranks]
     more = len(dealt_out) - len(whole)
     assert dealt_out == whole + [whole[-1]] * more
@@ -166,7 +166,7 @@ def test_validation_halves_batches_that_exceed_the_memory(model, data, paths, ca
 
 
 def test_ranks_halve_their_batches_when_one_of_them_ran_out(model, data, paths, monkeypatch):
-    from finetune_trainer.training import dealing
+    from finetune_trainer.training import rank_shards
 
     network, split = dealt(model, data, paths, halves=True, rank=1)
     full, flags = iter([1.0]), []
@@ -175,7 +175,7 @@ def test_ranks_halve_their_batches_when_one_of_them_ran_out(model, data, paths, 
         flags.append(mine[0])
         return [mine[0] + next(full, 0.0)]  # the other one ran out in the first round
 
-    monkeypatch.setattr(dealing, "summed", of_all)
+    monkeypatch.setattr(rank_shards, "summed", of_all)
     batches, sizes = len(split.mine), [len(each) for each in split.mine]
     found = [wanted for wanted, _ in split.answers(network, torch.device("cpu"))]
     assert len(found) == 2 * batches == len(flags) - 1, "as many for each rank, whatever its rows"

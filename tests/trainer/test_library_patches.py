@@ -26,7 +26,7 @@ PATCHES = {name: each for name, each in vars(library_patches).items() if isinsta
 BLOCKED = {"without_bitsandbytes": "bitsandbytes", "without_mlflow": "mlflow", "without_torchao": "torchao"}
 IN_FORCE_ALREADY = {"no_collective_to_compile"}
 """The import above puts it in force for this process."""
-FUNCTIONS = {"attention_over_slices": 2, "divided_cross_entropy": 0, "uncompiled_where_it_fails": 0}
+FUNCTIONS = {"attention_over_token_shards": 2, "sharded_cross_entropy": 0, "uncompiled_where_it_fails": 0}
 """Patch -> number of functions that it takes, if not one; blocked imports take none."""
 
 
@@ -114,14 +114,14 @@ def test_a_training_leaves_libraries_as_they_were(packing: bool, tmp_path: Path,
 def test_sequence_parallelism_leaves_libraries_as_they_were(tmp_path: Path) -> None:
     import torch
 
-    from finetune_trainer.strategies.splitting.sequence import SlicedAttention
+    from finetune_trainer.strategies.parallel.sequence import ShardedAttention
 
     before = libraries()
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         for _ in range(2):
             with patches_removed():
-                attention, model = SlicedAttention(torch.distributed.group.WORLD), decoder("llama")
+                attention, model = ShardedAttention(torch.distributed.group.WORLD), decoder("llama")
                 attention.take_over(model)
                 model(input_ids=torch.tensor([[3, 5, 8]]), position_ids=torch.arange(3)[None])
                 assert attention.whole_tokens == 3

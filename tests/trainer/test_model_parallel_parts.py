@@ -17,9 +17,8 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.plans import PIPELINE_FAMILIES, tensor_families
 from finetune_contract.trainer_job import Pipeline, Strategy
 from finetune_trainer.core.failures import StageError
-from finetune_trainer.strategies.select import strategy_for
-from finetune_trainer.strategies.splitting.mesh import MeshShape
-from finetune_trainer.strategies.splitting.model_layout import (
+from finetune_trainer.strategies.parallel.mesh import MeshShape
+from finetune_trainer.strategies.parallel.model_layout import (
     balance,
     cost_of,
     cuts_of,
@@ -27,8 +26,9 @@ from finetune_trainer.strategies.splitting.model_layout import (
     layout_of,
     shell_of,
 )
-from finetune_trainer.strategies.splitting.model_parallel import ModelParallel, merged_groups
-from finetune_trainer.strategies.splitting.tensor import split_weights, summed_weights, tensor_plan
+from finetune_trainer.strategies.parallel.model_parallel import ModelParallel, merged_groups
+from finetune_trainer.strategies.parallel.tensor import split_weights, summed_weights, tensor_plan
+from finetune_trainer.strategies.select import strategy_for
 from finetune_trainer.strategies.strategy_protocol import tied_names
 
 # ------------------------------------------------------------------------------------------------------------- balance
@@ -375,7 +375,7 @@ def test_fsdp_over_split_layers_that_is_not_there_is_an_error(four_ranks, bench,
 
 
 def test_fsdp_over_stages_that_gather_for_each_micro_batch_is_an_error(four_ranks, bench, monkeypatch):
-    monkeypatch.setattr("finetune_trainer.strategies.splitting.model_parallel._probe", lambda model: {})
+    monkeypatch.setattr("finetune_trainer.strategies.parallel.model_parallel._probe", lambda model: {})
     strategy = sharded_replicas(bench, monkeypatch, tensor=1, pipeline=Pipeline(degree=2, micro_batches=2))
     # No process counts the parameters of the other stage here.
     monkeypatch.setattr(strategy, "_assert_in_stages", lambda held: None)
@@ -412,8 +412,8 @@ def test_body_that_does_more_to_embeddings_than_its_layout_is_detected():
 def test_a_process_that_keeps_the_whole_model_is_no_stage(two_ranks, bench, monkeypatch):
     strategy = strategy_of(bench, pipeline=Pipeline(degree=2, micro_batches=4))
     monkeypatch.setattr(strategy, "_expect_same_answers", lambda model, expected: None)
-    monkeypatch.setattr("finetune_trainer.strategies.splitting.pipeline.keep_stages", lambda *parts: None)
-    monkeypatch.setattr("finetune_trainer.strategies.splitting.model_parallel._probe", lambda model: {})
+    monkeypatch.setattr("finetune_trainer.strategies.parallel.pipeline.keep_stages", lambda *parts: None)
+    monkeypatch.setattr("finetune_trainer.strategies.parallel.model_parallel._probe", lambda model: {})
     model = strategy.prepare_model(tiny("bert"))
     assert refusal(strategy, placed(model)) == "NotInStages"
 

@@ -27,7 +27,7 @@ from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.predict.evaluate import evaluate
-from finetune_trainer.predict.pod_processes import BatchShare, visible_gpus
+from finetune_trainer.predict.pod_processes import BatchShard, visible_gpus
 from finetune_trainer.predict.predict import predict, worker_threads
 from finetune_trainer.predict.prediction_inputs import PredictionInputs
 from finetune_trainer.predict.tensor_group import WHOLE_MODEL
@@ -296,7 +296,7 @@ def test_few_shards_leave_their_workers_the_threads_of_others(
 
 def test_batches_are_dealt_out_each_once():
     batches = list(range(11))
-    shares = [BatchShare(index, 3).of(batches) for index in range(3)]
+    shares = [BatchShard(index, 3).of(batches) for index in range(3)]
     assert shares == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8]]
 
 

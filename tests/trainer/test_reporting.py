@@ -31,7 +31,7 @@ from finetune_trainer.report.reporting import (
     write_report,
     write_samples,
 )
-from finetune_trainer.tasks.class_figures import Confusion
+from finetune_trainer.tasks.class_metrics import Confusion
 
 HOSTILE = "</title></script><script>alert(1)</script>{{ 7*7 }}\"'><img src=x onerror=alert(1)> ünïcode"
 TRAINING = {

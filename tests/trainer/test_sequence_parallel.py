@@ -21,9 +21,9 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.plans import SEQUENCE_FAMILIES
 from finetune_contract.trainer_job import Adapter, CheckpointSchedule, Strategy
 from finetune_trainer.core.failures import StageError
-from finetune_trainer.core.slices import NOT_LEARNT, ROW_POSITIONS, TokenSlice
-from finetune_trainer.strategies.splitting.mesh import MeshShape
-from finetune_trainer.strategies.splitting.sequence import refuse_model
+from finetune_trainer.core.token_shards import NOT_LEARNT, ROW_POSITIONS, TokenShard
+from finetune_trainer.strategies.parallel.mesh import MeshShape
+from finetune_trainer.strategies.parallel.sequence import refuse_model
 from suite_plugins.selection import covering
 from trainer_support import grids
 from trainer_support.forking import fork_server
@@ -251,7 +251,7 @@ def test_slices_together_are_the_batch(width: int, count: int, packed: bool) -> 
     ids = torch.arange(2 * width).reshape(2, width)
     whole = {"input_ids": ids, "labels": ids + 100}
     whole |= {"position_ids": ids % 3} if packed else {"attention_mask": torch.ones_like(ids)}
-    parts = [TokenSlice(index, count).of(whole) for index in range(count)]
+    parts = [TokenShard(index, count).of(whole) for index in range(count)]
     if count == 1:
         assert parts[0] == whole
         return
@@ -274,7 +274,7 @@ def test_neighbours_read_the_same_rows_and_have_the_slices_in_their_order() -> N
     shape = MeshShape(data=2, sequence=3)
     assert shape.size == 6
     assert [shape.data_rank(rank) for rank in range(6)] == [0, 0, 0, 1, 1, 1]
-    assert [shape.token_slice(rank) for rank in range(6)] == [TokenSlice(at, 3) for at in (0, 1, 2, 0, 1, 2)]
+    assert [shape.token_shard(rank) for rank in range(6)] == [TokenShard(at, 3) for at in (0, 1, 2, 0, 1, 2)]
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

@@ -14,7 +14,7 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import CheckpointSchedule, Strategy
 from finetune_trainer.checkpoint import tensor_files
 from finetune_trainer.checkpoint.checkpoints import Checkpoint, CheckpointStore
-from finetune_trainer.checkpoint.spread_hashing import SpreadHashing, divided
+from finetune_trainer.checkpoint.sharded_hashing import ShardedHashing, divided
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.files import entries_of
 from finetune_trainer.strategies.shard_files import INDEX, read_index, read_state, stage_state
@@ -159,7 +159,7 @@ def state_of(**more: Any) -> dict[str, Any]:
 
 def stored(folder: Path, tensors: dict[str, Any]) -> Checkpoint:
     """Write a checkpoint of one process, and check the hashes that it reports."""
-    hashing = SpreadHashing(1)
+    hashing = ShardedHashing(1)
     store = CheckpointStore(folder, keep=1, hashing=hashing)
     store.begin(1)
     state = store.partial(1) / "state"
@@ -303,7 +303,7 @@ def test_a_process_hashes_its_own_files_and_a_fair_share_of_the_others(tmp_path:
 
 
 def test_hashes_taken_while_writing_are_compared_with_the_files(tmp_path: Path):
-    hashing = SpreadHashing(1)
+    hashing = ShardedHashing(1)
     (tmp_path / "a").write_bytes(b"a" * 9)
     (tmp_path / "b").write_bytes(b"b" * 9)
     mine = entries_of(tmp_path)
@@ -315,7 +315,7 @@ def test_hashes_taken_while_writing_are_compared_with_the_files(tmp_path: Path):
 
 
 def test_a_shard_that_is_lost_after_it_was_written_is_missed(tmp_path: Path):
-    hashing = SpreadHashing(1)
+    hashing = ShardedHashing(1)
     (tmp_path / "there").write_bytes(b"a")
     (tmp_path / "lost").write_bytes(b"b")
     mine = entries_of(tmp_path)

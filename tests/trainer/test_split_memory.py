@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from finetune_contract.trainer_job import Strategy
 from finetune_trainer.checkpoint.tensor_files import mapped_tensors
 from finetune_trainer.models.stored_weights import as_stored, log_private_weights, private_bytes
-from finetune_trainer.strategies.splitting import whole_answers
-from finetune_trainer.strategies.splitting.whole_answers import fp32_by_block, shared_from_first
+from finetune_trainer.strategies.parallel import whole_answers
+from finetune_trainer.strategies.parallel.whole_answers import fp32_by_block, shared_from_first
 from trainer_support.forking import fork_server
 
 HALF = torch.bfloat16

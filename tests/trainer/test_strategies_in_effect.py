@@ -258,8 +258,8 @@ def test_sequence_parallelism_refuses_other_attention_and_meshes(group, bench, m
     import torch
     from transformers import AttentionInterface
 
+    from finetune_trainer.strategies.parallel.sequence import ATTENTION, SequenceParallel, ShardedAttention
     from finetune_trainer.strategies.single import Single
-    from finetune_trainer.strategies.splitting.sequence import ATTENTION, SequenceParallel, SlicedAttention
     from process_support.sliced import decoder
 
     training = bench.job.training
@@ -268,7 +268,7 @@ def test_sequence_parallelism_refuses_other_attention_and_meshes(group, bench, m
     found = placed(model, model)
     assert refusal(strategy, found) == "NotSequenceParallel"
 
-    strategy.attention = SlicedAttention(torch.distributed.group.WORLD)
+    strategy.attention = ShardedAttention(torch.distributed.group.WORLD)
     strategy.attention.take_over(model)
     assert refusal(strategy, found) == "NotSliced"  # it has not seen any tokens yet
     ids = torch.tensor([[3, 5, 8]])

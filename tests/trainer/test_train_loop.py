@@ -24,8 +24,8 @@ from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.report.reporting import merge_metrics
 from finetune_trainer.strategies.shard_files import StagedState
 from finetune_trainer.tasks.task_registry import task_parts
-from finetune_trainer.training.dealing import Deal
 from finetune_trainer.training.engine import Engine, StepFigures
+from finetune_trainer.training.rank_shards import RankShards
 from finetune_trainer.training.reference_answers import ReferenceAnswers
 from finetune_trainer.training.saving import BackgroundWork, RunSaver
 from finetune_trainer.training.step import OptimizerStep
@@ -327,7 +327,7 @@ def test_halved_validation_has_the_metrics_of_whole_batches(here):
 
     prepared, task = PreparedData.open(here.paths), task_parts(here.job.task)
     model = task.head.build_model(here.job, prepared.facts)
-    validation = Validation(Deal(prepared, task, 500, 0, 1, halves=True), ReferenceAnswers())
+    validation = Validation(RankShards(prepared, task, 500, 0, 1, halves=True), ReferenceAnswers())
     cpu, batches = torch.device("cpu"), []
     expected = validation.metrics(model, cpu, batches.append)
     whole = len(batches)

@@ -22,7 +22,7 @@ from finetune_trainer.core.distributed import (
     settle_environment,
 )
 from finetune_trainer.core.failures import StageError
-from finetune_trainer.core.outcome import report_path, write_report
+from finetune_trainer.core.final_report import report_path, write_report
 
 OMPI = {
     "OMPI_COMM_WORLD_RANK": "3",

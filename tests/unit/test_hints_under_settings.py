@@ -15,7 +15,7 @@ from finetune_operator.cli.files import job_files
 from finetune_operator.documents import read_documents
 from finetune_operator.jobs.render import claims
 from finetune_operator.plan.types.plan_types import PlanRefused
-from finetune_operator.spec.checks import allowed, cross_checks, validation
+from finetune_operator.spec.checks import allow_check, cross_checks, validation
 from finetune_operator.spec.checks.settings_check import check_settings
 from finetune_operator.spec.checks.validation import validate_job
 from finetune_operator.spec.problems import MAX_CHARACTERS, MAX_DEPTH, MAX_VALUES, Problem
@@ -167,7 +167,7 @@ def test_hint_of_a_place_in_no_claim_is_followed(uri: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- coverage
 
-MODULES = (allowed, cross_checks, validation)
+MODULES = (allow_check, cross_checks, validation)
 
 
 def test_bad_files_and_these_cases_reach_every_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ def masks_by_known_padding(mask: Callable[..., Any]) -> AbstractContextManager[N
     "transformers.AttentionMaskInterface[sequence_parallel]",
 )
 @contextmanager
-def attention_over_slices(attend: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
+def attention_over_token_shards(attend: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
     """Add the attention of sequence parallelism, until the end."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -140,16 +140,16 @@ def conv1d_styles(styles: Mapping[str, object]) -> AbstractContextManager[None]:
     return _registered(ALL_PARALLEL_STYLES, **styles)
 
 
-@_patch("transformers.ALL_PARALLEL_STYLES[rowwise_to_slices]")
-def style_to_slices(style: object) -> AbstractContextManager[None]:
+@_patch("transformers.ALL_PARALLEL_STYLES[rowwise_to_shards]")
+def style_to_shards(style: object) -> AbstractContextManager[None]:
     """Add the style of layers whose outputs are summed up and divided by tokens, until the end."""
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
-    return _registered(ALL_PARALLEL_STYLES, rowwise_to_slices=style)
+    return _registered(ALL_PARALLEL_STYLES, rowwise_to_shards=style)
 
 
 @_patch("torch.distributed.tensor: operators of cross-entropy")
-def divided_cross_entropy() -> AbstractContextManager[None]:
+def sharded_cross_entropy() -> AbstractContextManager[None]:
     """Compute cross-entropies of logits that are divided over the vocabulary without gathering them, until the end:
     also in backward passes, which a checkpoint resumes anywhere.
     """

@@ -54,7 +54,7 @@ def launch(argv: Sequence[str]) -> int:
         ranks = error
     from finetune_contract.report import TrainerReport
     from finetune_trainer.core.failures import classify
-    from finetune_trainer.core.outcome import report_path, write_report
+    from finetune_trainer.core.final_report import report_path, write_report
     from finetune_trainer.launching.verdict import verdict
 
     stage, name, seconds = Stage(arguments.stage), _job_name(arguments.job), time.monotonic() - started

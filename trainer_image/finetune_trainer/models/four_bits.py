@@ -84,7 +84,7 @@ class FourBitLinear(bnb.nn.Linear4bit):  # type: ignore[misc]  # mypy skips the 
         )
         return product if torch.is_autocast_enabled(inputs.device.type) else product.to(inputs.dtype)
 
-    def divide_on(self, device: torch.device | str) -> None:
+    def shard_on(self, device: torch.device | str) -> None:
         """Move the packed weight and its scales to `device`, and make the weight an ordinary parameter, which FSDP
         divides and gathers as any other. The scales, 3 % of the layer, stay whole on each process.
         """

@@ -29,7 +29,7 @@ from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.models.loading import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.predict.backends.backend_protocol import Substitute
 from finetune_trainer.predict.backends.choosing import Sample
-from finetune_trainer.predict.pod_processes import BatchShare
+from finetune_trainer.predict.pod_processes import BatchShard
 from finetune_trainer.predict.runner import REFUSED, Means, answers_of, fitted_budgets, follow, probed_ways
 from finetune_trainer.predict.tensor_group import WHOLE_MODEL, WholeModel
 from finetune_trainer.prepare.shards import Encoder
@@ -233,7 +233,7 @@ class Answerer:
             forward=forward,
             seed=seed,
             settled=self.settled,
-            share=BatchShare(group=self.group),
+            share=BatchShard(group=self.group),
             budgets=() if self.batch_tokens is None else (self.batch_tokens,),
             halves=halves,
         )
@@ -261,7 +261,7 @@ class Answerer:
                     split,
                     batch_tokens=self.means.batch_tokens,
                     tokenizer=tokenizer,
-                    share=BatchShare(group=self.group),
+                    share=BatchShard(group=self.group),
                 )
                 return budget
         return None

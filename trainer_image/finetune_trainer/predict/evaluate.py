@@ -16,7 +16,7 @@ from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.predict.backends.backend_protocol import ForwardPass
 from finetune_trainer.predict.backends.served_backend import JUDGED_IN, judged_backend
 from finetune_trainer.predict.labelled_rows import labelled_split
-from finetune_trainer.predict.pod_processes import BatchShare, evaluation_share
+from finetune_trainer.predict.pod_processes import BatchShard, evaluation_shard
 from finetune_trainer.predict.runner import (
     Means,
     answers_of,
@@ -57,7 +57,7 @@ def evaluate(
     split = labelled_split(task.scoring, prepared)
     wanted = _wanted(job, task.scoring.metrics[prepared.facts.label_form])
     means = Means.of(job.evaluation)
-    share = evaluation_share(world, job.inference(Stage.EVALUATE), means.device)
+    share = evaluation_shard(world, job.inference(Stage.EVALUATE), means.device)
     rate = TokenRate(progress, share.count)
     answers, backend = _answers(job, paths, prepared, split, share, rate)
     share.end()
@@ -95,7 +95,7 @@ def _answers(
     paths: JobPaths,
     prepared: PreparedData,
     split: PreparedSplit,
-    share: BatchShare,
+    share: BatchShard,
     progress: ProgressSink,
 ) -> tuple[list[Answer] | None, str | None]:
     """Return the answers of all processes, with those of the model before training if the task compares them; None if

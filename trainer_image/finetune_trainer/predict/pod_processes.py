@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class BatchShare:
+class BatchShard:
     """Share of one model in the batches of an evaluation."""
 
     index: int = 0
@@ -72,7 +72,7 @@ class BatchShare:
             disconnect()
 
 
-ALL_BATCHES = BatchShare()
+ALL_BATCHES = BatchShard()
 """Share of a process that evaluates alone."""
 
 
@@ -98,7 +98,7 @@ def visible_gpus(environment: Mapping[str, str], local_rank: int, count: int) ->
     return [str(number) for number in range(first, first + count)]
 
 
-def evaluation_share(world: ProcessWorld, pod: InferenceProcesses, device: Device) -> BatchShare:
+def evaluation_shard(world: ProcessWorld, pod: InferenceProcesses, device: Device) -> BatchShard:
     """Join the other processes that evaluate; return this one's share. StageError WORLD_SIZE."""
     if world.size != pod.processes:
         raise StageError(
@@ -116,7 +116,7 @@ def evaluation_share(world: ProcessWorld, pod: InferenceProcesses, device: Devic
     if not torch.distributed.is_initialized():
         # Answers are in host memory. The first process waits for the slowest one.
         torch.distributed.init_process_group("gloo", timeout=PATIENCE)
-    return BatchShare(world.rank // pod.tensor, pod.models, group)
+    return BatchShard(world.rank // pod.tensor, pod.models, group)
 
 
 # ------------------------------------------------------------------------------------------- layers on several devices

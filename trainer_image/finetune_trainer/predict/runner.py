@@ -26,7 +26,7 @@ from finetune_trainer.predict.backends.continuous_batches import SlotGenerator
 from finetune_trainer.predict.longest_texts import whole_texts
 from finetune_trainer.predict.pod_processes import (
     ALL_BATCHES,
-    BatchShare,
+    BatchShard,
     is_placed,
     placement,
     places,
@@ -201,7 +201,7 @@ def answers_of(
     forward: Substitute | None = None,
     seed: int | None = None,
     settled: bool = False,
-    share: BatchShare = ALL_BATCHES,
+    share: BatchShard = ALL_BATCHES,
     budgets: Sequence[int] = (),
     halves: bool = True,
 ) -> list[Answer]:
@@ -292,7 +292,7 @@ def fitted_budgets(
     *,
     batch_tokens: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    share: BatchShare = ALL_BATCHES,
+    share: BatchShard = ALL_BATCHES,
 ) -> list[int]:
     """Return the padded tokens of a batch for each round of `answers_of`: `batch_tokens`, or fewer if the memory of a
     process of the model's group holds no more. The model is on its device; the other processes have to call `follow`.

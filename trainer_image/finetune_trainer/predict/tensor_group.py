@@ -151,8 +151,8 @@ class TensorGroup(WholeModel):
         """
         from transformers.distributed.configuration_utils import DistributedConfig
 
-        from finetune_trainer.strategies.splitting.conv1d import conv1d_plan
-        from finetune_trainer.strategies.splitting.tensor import split_weights, tensor_plan
+        from finetune_trainer.strategies.parallel.conv1d import conv1d_plan
+        from finetune_trainer.strategies.parallel.tensor import split_weights, tensor_plan
 
         unread = empty()
         planned = split_weights(tensor_plan(unread, self.size))

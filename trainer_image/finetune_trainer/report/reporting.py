@@ -30,7 +30,7 @@ from finetune_trainer.report.history import History
 from finetune_trainer.report.report_parts import memory_picture
 
 if TYPE_CHECKING:
-    from finetune_trainer.tasks.class_figures import Confusion
+    from finetune_trainer.tasks.class_metrics import Confusion
 from finetune_trainer.report.model_card import page_templates, training_settings
 
 SAMPLES_FILE = "samples.json"

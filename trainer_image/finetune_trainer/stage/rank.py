@@ -23,10 +23,10 @@ from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core import garbage_collection
 from finetune_trainer.core.distributed import ProcessWorld, current, disconnect
 from finetune_trainer.core.failures import StageError, chain, classify
+from finetune_trainer.core.final_report import report_path, write_report
 from finetune_trainer.core.interruption import Interruption
 from finetune_trainer.core.job_file import read_job
 from finetune_trainer.core.library_patches import patches_removed
-from finetune_trainer.core.outcome import report_path, write_report
 from finetune_trainer.core.progress import Findings, progress_for
 from finetune_trainer.core.stage_console import quiet_libraries, settle_console
 from finetune_trainer.core.storage import storage_errors_named

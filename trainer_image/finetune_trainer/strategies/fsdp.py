@@ -69,11 +69,11 @@ class FullySharded(FullState):
         place = self._world.device
         for group in groups_of(model, releases=again):
             in_training_type(_whole(group.module), narrow, place)
-            _divide_packed(group.module, place)
+            _shard_packed(group.module, place)
             self._round_gathered(group.module)
             shard_group(group, mesh=mesh, mp_policy=inner, offload_policy=offload)
         in_training_type(_whole(model), narrow, place)
-        _divide_packed(model, place)
+        _shard_packed(model, place)
         self._round_gathered(model)
         fully_shard(model, mesh=mesh, mp_policy=outer, reshard_after_forward=False, offload_policy=offload)
         if self._precision == "fp8":
@@ -142,7 +142,7 @@ class FullySharded(FullState):
             whole = f"parameter {name} is whole on every process"
             expect(isinstance(parameter, DTensor), self.name, "ParameterNotSharded", whole)
             assert isinstance(parameter, DTensor)
-            self._assert_spread(name, parameter)
+            self._assert_sharded(name, parameter)
         groups = groups_of(placed.model, releases=self._settings.fsdp_sharding != "grad-op")
         expect_groups(placed.model, groups, self._settings)
         if self._precision == "fp8":
@@ -157,7 +157,7 @@ class FullySharded(FullState):
         problem = f"the weights of {len(left) - len(odd)} layers in fp8 are gathered in bf16"
         expect(len(odd) == len(left), self.name, "GatheredInBf16", problem)
 
-    def _assert_spread(self, name: str, parameter: DTensor) -> None:
+    def _assert_sharded(self, name: str, parameter: DTensor) -> None:
         """Expect shards over all processes; hybrid: over those of a node, with a copy on each node."""
         from torch.distributed.tensor import Replicate, Shard
 
@@ -226,9 +226,9 @@ def _whole(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
 
 
-def _divide_packed(module: torch.nn.Module, device: str) -> None:
+def _shard_packed(module: torch.nn.Module, device: str) -> None:
     """Prepare layers in 4 bits for their division (`finetune_trainer.models.four_bits`)."""
     for layer in module.modules():
         # Layers of peft around one show its weight as their own.
-        if hasattr(layer, "divide_on") and getattr(layer.weight, "quant_state", None) is not None:
-            cast("FourBitLinear", layer).divide_on(device)
+        if hasattr(layer, "shard_on") and getattr(layer.weight, "quant_state", None) is not None:
+            cast("FourBitLinear", layer).shard_on(device)

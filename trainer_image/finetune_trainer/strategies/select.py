@@ -12,11 +12,11 @@ from finetune_trainer.core.failures import StageError
 from finetune_trainer.strategies.ddp import DataParallel
 from finetune_trainer.strategies.deepspeed import DeepSpeed
 from finetune_trainer.strategies.fsdp import FullySharded
+from finetune_trainer.strategies.parallel import sequence
+from finetune_trainer.strategies.parallel.model_parallel import ModelParallel, refuse_broken_passes
+from finetune_trainer.strategies.parallel.sharded_optimizer import ShardedOptimizer
+from finetune_trainer.strategies.parallel.sharded_replicas import ShardedReplicas
 from finetune_trainer.strategies.single import Single
-from finetune_trainer.strategies.splitting import sequence
-from finetune_trainer.strategies.splitting.divided_optimizer import DividedOptimizer
-from finetune_trainer.strategies.splitting.model_parallel import ModelParallel, refuse_broken_passes
-from finetune_trainer.strategies.splitting.sharded_replicas import ShardedReplicas
 from finetune_trainer.strategies.strategy_protocol import Strategy
 
 
@@ -52,7 +52,7 @@ def _around_split_models(training: Training) -> Strategy:
     settings = training.strategy
     if settings.name == "fsdp":
         return ShardedReplicas(training)
-    return ModelParallel(training) if settings.zero_stage is None else DividedOptimizer(training)
+    return ModelParallel(training) if settings.zero_stage is None else ShardedOptimizer(training)
 
 
 def _around_whole_models(training: Training, deepspeed: Mapping[str, Any] | None, scratch: Path) -> Strategy:

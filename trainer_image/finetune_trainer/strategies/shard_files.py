@@ -53,7 +53,7 @@ from finetune_trainer.checkpoint.tensor_files import (
 from finetune_trainer.core.distributed import patiently_gathered, waiting_group
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.files import EntryName, FileEntry, write_hashed
-from finetune_trainer.strategies.splitting.divided_tensors import blocks_of
+from finetune_trainer.strategies.parallel.sharded_tensors import blocks_of
 from finetune_trainer.strategies.staging_memory import StagingMemory
 
 _FROM_GPU = StagingMemory()

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from finetune_trainer.strategies.parallel.pipeline import Pipeline
     from finetune_trainer.strategies.shard_files import StagedState
-    from finetune_trainer.strategies.splitting.pipeline import Pipeline
 
 
 WeightsPlace = Literal["files", "device"]

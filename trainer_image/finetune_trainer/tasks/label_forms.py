@@ -21,7 +21,7 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import METRICS
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.sources import RawSplit
-from finetune_trainer.tasks.class_figures import class_scores, cross_entropy, softmax
+from finetune_trainer.tasks.class_metrics import class_scores, cross_entropy, softmax
 from finetune_trainer.tasks.label_names import PATH, names_of, positions
 from finetune_trainer.tasks.row_checks import class_names, is_list, is_text, row_error, shown_names
 from finetune_trainer.tasks.task_protocol import Feature

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.core.slices import NOT_LEARNT
+from finetune_trainer.core.token_shards import NOT_LEARNT
 from finetune_trainer.models.loading import load_config
 from finetune_trainer.tasks.heads import AutoHead, adopt_padding
 from finetune_trainer.tasks.task_protocol import Answer, Description, Encoding, Labels, Scoring

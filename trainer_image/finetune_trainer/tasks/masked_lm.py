@@ -21,7 +21,7 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import METRICS
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.failures import StageError
-from finetune_trainer.core.slices import NOT_LEARNT
+from finetune_trainer.core.token_shards import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.tasks.encoding import never_empty
 from finetune_trainer.tasks.language import LanguageEncoding, LanguageHead, LanguageScoring

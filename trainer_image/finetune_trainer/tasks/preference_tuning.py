@@ -18,7 +18,7 @@ from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts
 from finetune_contract.metrics import METRICS
 from finetune_contract.trainer_job import Preference, TrainerJob
-from finetune_trainer.core.slices import NOT_LEARNT
+from finetune_trainer.core.token_shards import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.tasks.conversations import ASSISTANT, conversation, require_template
 from finetune_trainer.tasks.encoding import completions, prompts

@@ -39,7 +39,7 @@ from finetune_trainer.tasks.answer_spans import (
     span_nll,
     spans_of,
 )
-from finetune_trainer.tasks.class_figures import informative_rows
+from finetune_trainer.tasks.class_metrics import informative_rows
 from finetune_trainer.tasks.encoding import never_empty
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.row_checks import (

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from finetune_trainer.data.prepared import PreparedData, PreparedSplit
     from finetune_trainer.data.sources import ColumnNeed, RawSplit
-    from finetune_trainer.tasks.class_figures import Confusion
+    from finetune_trainer.tasks.class_metrics import Confusion
 
 Feature: TypeAlias = Mapping[str, Any]
 """One prepared feature: `input_ids` and the task's other columns, without padding."""

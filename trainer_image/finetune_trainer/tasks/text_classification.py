@@ -22,7 +22,7 @@ from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.models.loading import load_config
 from finetune_trainer.tasks import heads
-from finetune_trainer.tasks.class_figures import Confusion, informative_rows
+from finetune_trainer.tasks.class_metrics import Confusion, informative_rows
 from finetune_trainer.tasks.encoding import encodings, never_empty
 from finetune_trainer.tasks.label_forms import FORMS, SECRET, Form, Logits, form_of
 from finetune_trainer.tasks.label_names import (

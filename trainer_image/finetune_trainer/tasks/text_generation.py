@@ -21,7 +21,7 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import METRICS
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.failures import StageError
-from finetune_trainer.core.slices import FOLLOWING, LABELS, NOT_LEARNT
+from finetune_trainer.core.token_shards import FOLLOWING, LABELS, NOT_LEARNT
 from finetune_trainer.data.packing import SIZES
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.tasks import heads

@@ -15,9 +15,9 @@ from finetune_contract.facts import DataFacts
 from finetune_contract.inference_settings import Generation
 from finetune_contract.metrics import METRICS
 from finetune_contract.trainer_job import TrainerJob
-from finetune_trainer.core.slices import NOT_LEARNT
+from finetune_trainer.core.token_shards import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
-from finetune_trainer.tasks.class_figures import informative_rows
+from finetune_trainer.tasks.class_metrics import informative_rows
 from finetune_trainer.tasks.encoding import never_empty
 from finetune_trainer.tasks.language import LanguageEncoding, LanguageHead, LanguageScoring, TextDescription
 from finetune_trainer.tasks.padding import padded

@@ -31,7 +31,7 @@ from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.models.loading import load_config
 from finetune_trainer.tasks import heads
-from finetune_trainer.tasks.class_figures import Confusion, class_scores, cross_entropy, informative_rows, softmax
+from finetune_trainer.tasks.class_metrics import Confusion, class_scores, cross_entropy, informative_rows, softmax
 from finetune_trainer.tasks.encoding import never_empty
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.row_checks import class_names, is_list, is_text, needed_columns, row_error

@@ -16,7 +16,7 @@ from finetune_contract.inference_settings import Generation
 from finetune_contract.layout import FailureClass
 from finetune_contract.plans import JUDGED_LOGITS, REQUESTED_LOGITS
 from finetune_trainer.core.failures import StageError
-from finetune_trainer.core.slices import NOT_LEARNT
+from finetune_trainer.core.token_shards import NOT_LEARNT
 from finetune_trainer.models.loading import position_limit
 from finetune_trainer.tasks.task_protocol import Answer, Feature
 

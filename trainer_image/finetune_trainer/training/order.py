@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import Batch
 from finetune_trainer.core.failures import StageError
-from finetune_trainer.core.slices import WHOLE, TokenSlice
+from finetune_trainer.core.token_shards import WHOLE, TokenShard
 from finetune_trainer.data.batches import training_order
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.tasks.task_protocol import DRAW
@@ -168,7 +168,7 @@ class TrainRows(Dataset[Any]):
 class Collate:
     """Collates features of a micro-batch to tensors; a class because worker processes must be able to unpickle it."""
 
-    def __init__(self, encoding: Encoding, pad_token_id: int, tokens: TokenSlice = WHOLE) -> None:
+    def __init__(self, encoding: Encoding, pad_token_id: int, tokens: TokenShard = WHOLE) -> None:
         self._encoding = encoding
         self._pad_token_id = pad_token_id
         self._tokens = tokens

@@ -22,7 +22,7 @@ import torch
 from finetune_trainer.core.distributed import ProcessWorld, gathered
 from finetune_trainer.core.files import replaced
 from finetune_trainer.tasks.task_protocol import REFERENCE, Answer
-from finetune_trainer.training.dealing import DealtSplit
+from finetune_trainer.training.rank_shards import ShardedSplit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,7 +71,7 @@ class KeptReference:
     """Reference with answers on some splits, kept in a file."""
 
     answers: ReferenceAnswers
-    splits: Mapping[str, DealtSplit]
+    splits: Mapping[str, ShardedSplit]
     """Splits by role, distributed over the ranks."""
     folder: Path
     basis: Mapping[str, str]

@@ -21,8 +21,8 @@ from finetune_contract.plans import REQUESTED_LOGITS
 from finetune_contract.report import Communication
 from finetune_contract.trainer_job import TrainerJob, Training
 from finetune_trainer.checkpoint.checkpoints import CheckpointStore, identity
+from finetune_trainer.checkpoint.sharded_hashing import ShardedHashing
 from finetune_trainer.checkpoint.signing import signer_of
-from finetune_trainer.checkpoint.spread_hashing import SpreadHashing
 from finetune_trainer.core.allocator import give_back_freed_memory
 from finetune_trainer.core.distributed import ProcessWorld, gathered
 from finetune_trainer.core.failures import StageError
@@ -42,7 +42,6 @@ from finetune_trainer.strategies.strategy_protocol import Strategy
 from finetune_trainer.tasks.metric_names import refuse_unknown_metrics
 from finetune_trainer.tasks.task_protocol import Objective
 from finetune_trainer.tasks.task_registry import task_of
-from finetune_trainer.training.dealing import Deal
 from finetune_trainer.training.loop import TrainingLoop
 from finetune_trainer.training.loop_parts import LoopData, LoopHooks, LoopModel, LoopSchedule
 from finetune_trainer.training.measured_run import peak_memory, resident_peak
@@ -53,17 +52,18 @@ from finetune_trainer.training.passes.compiled_blocks import with_working_compil
 from finetune_trainer.training.passes.dropout import share_random_bits
 from finetune_trainer.training.passes.objective import objective_of
 from finetune_trainer.training.passes.packed_attention import pack_attention
+from finetune_trainer.training.rank_shards import RankShards
 from finetune_trainer.training.reference_answers import KeptReference, NoReference, Reference, ReferenceAnswers
-from finetune_trainer.training.run_figures import (
+from finetune_trainer.training.run_inputs import TrainingRun, training_of
+from finetune_trainer.training.run_observers import RunObserver, SilentObserver
+from finetune_trainer.training.run_refusals import refuse_fp8, refuse_liger, refuse_recomputing, refuse_smoothing
+from finetune_trainer.training.run_results import (
     Measurements,
     Outcome,
     measured_surroundings,
     measured_training,
     write_outcome,
 )
-from finetune_trainer.training.run_inputs import TrainingRun, training_of
-from finetune_trainer.training.run_observers import RunObserver, SilentObserver
-from finetune_trainer.training.run_refusals import refuse_fp8, refuse_liger, refuse_recomputing, refuse_smoothing
 from finetune_trainer.training.saving import RunSaver
 from finetune_trainer.training.stopping import EarlyStopper, NeverStop
 from finetune_trainer.training.timing import PartClock, moments_of
@@ -214,7 +214,9 @@ def _data(run: TrainingRun, start: StartedModel, order: EpochOrder, on_batch: Ca
     halves = alone and training.world.device == "cuda"
     memory = None if alone else device_memory(training.world.device)
     ranks = training.batch.data_parallel
-    deal = Deal(prepared, run.task, tokens, run.data_rank, ranks, run.tokens_of_rows, halves=halves, memory=memory)
+    deal = RankShards(
+        prepared, run.task, tokens, run.data_rank, ranks, run.tokens_of_rows, halves=halves, memory=memory
+    )
     reference = _reference(run, start, deal, order, on_batch)
     return LoopData(
         order,
@@ -294,7 +296,7 @@ def _saver(run: TrainingRun, start: StartedModel, stopper: EarlyStopper | NeverS
     if start.adapted is not None:
         settings["frozen_weights"] = start.adapted.base  # they are not in the checkpoint
     signer = signer_of(run.job.name, checkpoints, os.environ)
-    hashing = SpreadHashing(run.world.size)
+    hashing = ShardedHashing(run.world.size)
     return RunSaver(
         CheckpointStore(run.paths.checkpoints, checkpoints.keep, signer, hashing),
         checkpoints,
@@ -310,7 +312,7 @@ def _saver(run: TrainingRun, start: StartedModel, stopper: EarlyStopper | NeverS
 
 
 def _reference(
-    run: TrainingRun, start: StartedModel, deal: Deal, order: EpochOrder, on_batch: Callable[[int], None]
+    run: TrainingRun, start: StartedModel, deal: RankShards, order: EpochOrder, on_batch: Callable[[int], None]
 ) -> Reference:
     if start.digest is None:
         return NoReference()

@@ -16,9 +16,9 @@ from finetune_contract.plan_check import PlannedTraining
 from finetune_contract.trainer_job import TrainerJob, Training
 from finetune_trainer.core.distributed import ProcessWorld
 from finetune_trainer.core.failures import StageError
-from finetune_trainer.core.slices import TokenSlice
+from finetune_trainer.core.token_shards import TokenShard
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.strategies.splitting.mesh import MeshShape
+from finetune_trainer.strategies.parallel.mesh import MeshShape
 from finetune_trainer.strategies.strategy_protocol import Strategy
 from finetune_trainer.tasks.task_protocol import TaskParts
 
@@ -71,9 +71,9 @@ class TrainingRun:
         return self._mesh.data_rank(self.world.rank)
 
     @cached_property
-    def tokens_of_rows(self) -> TokenSlice:
+    def tokens_of_rows(self) -> TokenShard:
         """Slice of its rows' tokens that this process has."""
-        return self._mesh.token_slice(self.world.rank)
+        return self._mesh.token_shard(self.world.rank)
 
     @cached_property
     def _mesh(self) -> MeshShape:

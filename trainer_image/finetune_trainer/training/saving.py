@@ -19,7 +19,7 @@ import torch
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import MOST_SAVING, CheckpointSchedule
 from finetune_trainer.checkpoint.checkpoints import Checkpoint, CheckpointStore, refuse_other_job
-from finetune_trainer.checkpoint.spread_hashing import SpreadHashing, work_of_rank_0
+from finetune_trainer.checkpoint.sharded_hashing import ShardedHashing, work_of_rank_0
 from finetune_trainer.core.distributed import (
     ProcessWorld,
     barrier,
@@ -66,7 +66,7 @@ class RunSaver:
         store: CheckpointStore,
         schedule: CheckpointSchedule,
         *,
-        hashing: SpreadHashing,
+        hashing: ShardedHashing,
         strategy: Strategy,
         label: str,
         world: ProcessWorld,

@@ -15,13 +15,13 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 
 from finetune_contract.report import TimePart
-from finetune_trainer.core.slices import LABELS
+from finetune_trainer.core.token_shards import LABELS
 from finetune_trainer.training.engine import Engine
 from finetune_trainer.training.loop_parts import LoopModel
 from finetune_trainer.training.passes.known_padding import KnownPadding, known_padding
 
 if TYPE_CHECKING:
-    from finetune_trainer.strategies.splitting.pipeline import Pipeline
+    from finetune_trainer.strategies.parallel.pipeline import Pipeline
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from finetune_trainer.core.distributed import gathered
 from finetune_trainer.tasks.task_protocol import Answer
-from finetune_trainer.training.dealing import Deal
+from finetune_trainer.training.rank_shards import RankShards
 from finetune_trainer.training.reference_answers import ReferenceAnswers
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ ROLE = "validation"
 class Validation:
     """The validation split, distributed over the ranks."""
 
-    def __init__(self, deal: Deal, reference: ReferenceAnswers) -> None:
+    def __init__(self, deal: RankShards, reference: ReferenceAnswers) -> None:
         self._deal = deal
         self._dealt = deal.split(ROLE)
         self._reference = reference

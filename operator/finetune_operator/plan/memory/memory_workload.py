@@ -289,7 +289,7 @@ def _bytes_without_scores(work: Workload, mask: int) -> float:
 
 def norm_slices(work: Workload) -> int:
     """Return the processes that share the tokens of a row in norms and between layers, under tensor parallelism
-    (`finetune_trainer.strategies.splitting.sequence_norms`).
+    (`finetune_trainer.strategies.parallel.sequence_norms`).
     """
     sliced = work.strategy.pipeline is None and work.model.model_type in SLICED_NORM_FAMILIES
     return work.strategy.tensor if sliced else 1

@@ -243,7 +243,7 @@ def _comparing_bytes(work: Workload) -> int:
     sequence parallelism: in fp32 are one block and the weights outside of blocks, except those of files in fp32.
 
     The answers of the whole model are computed on rank 0 alone, those of slices of rows on every process, which has all
-    weights (`finetune_trainer.strategies.splitting.whole_answers`).
+    weights (`finetune_trainer.strategies.parallel.whole_answers`).
     """
     model, processes = work.model, work.world.processes_per_node
     spread = work.strategy.model_ranks > 1 or work.strategy.sequence > 1

@@ -22,8 +22,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from finetune_contract.arguments import needs_whole_logits
 from finetune_contract.plans import CHUNKED_LOSS_FAMILIES, chunks_loss, loss_tokens
 from finetune_contract.trainer_job import Training
-from finetune_trainer.core.library_patches import divided_cross_entropy
-from finetune_trainer.core.slices import NOT_LEARNT
+from finetune_trainer.core.library_patches import sharded_cross_entropy
+from finetune_trainer.core.token_shards import NOT_LEARNT
 from finetune_trainer.training.passes.objective import following, smoothed
 
 
@@ -105,7 +105,7 @@ class ChunkedLoss:
     def _of_logits(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the sum over tokens, shape (); for losses of rows that of each token, 0 where nothing is learnt."""
         if isinstance(logits, DTensor):
-            divided_cross_entropy.until_end()
+            sharded_cross_entropy.until_end()
         loss = smoothed(logits, labels, self._smoothing, "none" if self._of_rows else "sum")
         return loss.to_local() if isinstance(loss, DTensor) else loss
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from finetune_trainer.core.slices import FOLLOWING, LABELS, NOT_LEARNT
+from finetune_trainer.core.token_shards import FOLLOWING, LABELS, NOT_LEARNT
 from finetune_trainer.tasks.task_protocol import Head, LabelPlace, Objective
 
 

@@ -34,7 +34,7 @@ from finetune_contract.facts import BF16_FROM
 from finetune_contract.packed_rows import why_packs_have_masks
 from finetune_contract.trainer_job import Training
 from finetune_trainer.core.library_patches import attention_by_row, rows_for_masks
-from finetune_trainer.core.slices import ROW_POSITIONS
+from finetune_trainer.core.token_shards import ROW_POSITIONS
 from finetune_trainer.strategies.strategy_protocol import expect
 
 log = logging.getLogger(__name__)

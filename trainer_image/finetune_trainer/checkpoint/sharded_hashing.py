@@ -35,7 +35,7 @@ class _Found:
     error: Exception | None = None
 
 
-class SpreadHashing:
+class ShardedHashing:
     """Hashing by all processes of the world; for rank 0."""
 
     def __init__(self, processes: int) -> None:
@@ -123,7 +123,7 @@ def _do(work: _Work) -> _Found:
 
 
 @contextmanager
-def work_of_rank_0(rank: int, hashing: SpreadHashing) -> Iterator[bool]:
+def work_of_rank_0(rank: int, hashing: ShardedHashing) -> Iterator[bool]:
     """Yield True on rank 0, which may use `hashing` in the block. The others help it first, and get False."""
     if rank != 0:
         help_rank_0(rank)

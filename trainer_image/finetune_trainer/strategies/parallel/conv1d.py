@@ -52,7 +52,7 @@ def widths(model: PreTrainedModel) -> dict[str, int]:
 @cache
 def _styles() -> Mapping[str, object]:
     """Return the styles by name."""
-    from finetune_trainer.strategies.splitting.conv1d_styles import Columns, Heads, Rows
+    from finetune_trainer.strategies.parallel.conv1d_styles import Columns, Heads, Rows
 
     return {
         "conv1d_heads": Heads(),

@@ -19,7 +19,7 @@ from torch import distributed, nn
 
 from finetune_contract.choices import PipelineSchedule, Precision
 from finetune_contract.trainer_job import Pipeline as PipelineSettings
-from finetune_trainer.strategies.splitting.model_layout import Layout, Shell, cuts_of, keep_stages, layout_of, shell_of
+from finetune_trainer.strategies.parallel.model_layout import Layout, Shell, cuts_of, keep_stages, layout_of, shell_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -17,7 +17,7 @@ from torch import distributed
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from finetune_trainer.strategies.splitting.mesh import DATA, TENSOR
+from finetune_trainer.strategies.parallel.mesh import DATA, TENSOR
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def placement_of(value: torch.Tensor, dimension: str) -> Placement | None:
     return value.placements[names.index(dimension)] if dimension in names else None
 
 
-def is_divided(value: torch.Tensor, dimension: str) -> bool:
+def is_sharded(value: torch.Tensor, dimension: str) -> bool:
     """Return whether the processes of the mesh dimension `dimension` have different parts of `value`."""
     placement = placement_of(value, dimension)
     # Packed matrices are divided by a placement of another class than Shard.
@@ -70,7 +70,7 @@ def blocks_of(value: DTensor) -> tuple[LocalBlock, ...]:
 
     Raise ValueError for packed matrices that the tensor ranks cannot share equally.
     """
-    among_data = _position(value, DATA) if is_divided(value, DATA) else Position(1, 0)
+    among_data = _position(value, DATA) if is_sharded(value, DATA) else Position(1, 0)
     split = placement_of(value, TENSOR)
     if not isinstance(split, Shard | _StridedShard):
         return blocks(tuple(value.shape), None, Position(1, 0), among_data)
@@ -152,9 +152,9 @@ def whole_of(value: torch.Tensor) -> torch.Tensor:
     """Return the unsharded tensor. Every process with a part must call it."""
     if not isinstance(value, DTensor):
         return value
-    if not is_divided(value, DATA) or TENSOR not in (value.device_mesh.mesh_dim_names or ()):
+    if not is_sharded(value, DATA) or TENSOR not in (value.device_mesh.mesh_dim_names or ()):
         return value.full_tensor()
-    slices = _slice_of_tensor_rank(value)
+    slices = _shard_of_tensor_rank(value)
     split = placement_of(value, TENSOR)
     assert split is not None
     again = DTensor.from_local(
@@ -164,7 +164,7 @@ def whole_of(value: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def _slice_of_tensor_rank(value: DTensor) -> torch.Tensor:
+def _shard_of_tensor_rank(value: DTensor) -> torch.Tensor:
     """Gather what the data ranks have of the slice of this tensor rank."""
     local = value.to_local().detach()
     split = placement_of(value, TENSOR)
@@ -180,7 +180,7 @@ def _slice_of_tensor_rank(value: DTensor) -> torch.Tensor:
     return gathered[:rows].contiguous()
 
 
-def divided_like(
+def sharded_like(
     value: torch.Tensor,
     model: torch.Tensor,
     *,

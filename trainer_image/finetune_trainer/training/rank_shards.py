@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from finetune_trainer.core.distributed import lowest, summed
-from finetune_trainer.core.slices import WHOLE, TokenSlice
+from finetune_trainer.core.token_shards import WHOLE, TokenShard
 from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.devices.pass_memory import PassMemory, fitted_tokens
@@ -36,7 +36,7 @@ takes much memory for any batch, so that few rows show little of what a full bat
 
 
 @dataclass(frozen=True)
-class Deal:
+class RankShards:
     """Distribution of splits over the data-parallel ranks."""
 
     prepared: PreparedData
@@ -45,19 +45,19 @@ class Deal:
     """Limit of padded tokens in a batch."""
     rank: int
     ranks: int
-    tokens: TokenSlice = WHOLE
+    tokens: TokenShard = WHOLE
     """Slice of each feature's tokens in this process."""
     halves: bool = False
     """True to halve the batches of all ranks if one does not fit a GPU; False: that ends the attempt."""
     memory: PassMemory | None = None
-    """Memory of this process's device, for `DealtSplit.fitted`; None: batches are not bounded by it."""
+    """Memory of this process's device, for `ShardedSplit.fitted`; None: batches are not bounded by it."""
 
     def widths(self, role: str) -> NDArray[np.int64]:
         """Return the tokens that each feature of a split takes in a batch, over all slices."""
         widths = self.task.encoding.widths(self.prepared, role)
-        return widths + -widths % self.tokens.count  # `TokenSlice.of` pads rows to equal slices
+        return widths + -widths % self.tokens.count  # `TokenShard.of` pads rows to equal slices
 
-    def split(self, role: str, wanted: NDArray[np.int64] | None = None) -> DealtSplit:
+    def split(self, role: str, wanted: NDArray[np.int64] | None = None) -> ShardedSplit:
         """Distribute the features of a split with the indices `wanted`, or all, in batches of similar widths."""
         widths = self.widths(role)
         wanted = np.arange(len(widths)) if wanted is None else wanted
@@ -66,14 +66,14 @@ class Deal:
         # Ranks without a batch of their own in the last round repeat the last one; equal answers overwrite equal
         # answers.
         mine = [batches[min(number * self.ranks + self.rank, len(batches) - 1)] for number in range(rounds)]
-        return DealtSplit(self, role, len(widths), wanted, mine)
+        return ShardedSplit(self, role, len(widths), wanted, mine)
 
 
 @dataclass(frozen=True)
-class DealtSplit:
+class ShardedSplit:
     """A rank's share of a split."""
 
-    deal: Deal
+    deal: RankShards
     role: str
     features: int
     """Number of features of the whole split."""
@@ -82,7 +82,7 @@ class DealtSplit:
     mine: list[NDArray[np.int64]]
     """Batches of this rank."""
 
-    def fitted(self, model: torch.nn.Module, device: torch.device) -> DealtSplit:
+    def fitted(self, model: torch.nn.Module, device: torch.device) -> ShardedSplit:
         """Return the split in batches that fit the memory of all ranks as it is now; itself where that is not measured,
         or was. Keeps the model's mode. Every rank must call it.
 

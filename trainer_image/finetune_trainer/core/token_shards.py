@@ -24,7 +24,7 @@ NOT_LEARNT = -100
 
 
 @dataclass(frozen=True)
-class TokenSlice:
+class TokenShard:
     """Slice of each row's tokens that this process has."""
 
     index: int = 0
@@ -64,4 +64,4 @@ class TokenSlice:
         return sliced
 
 
-WHOLE = TokenSlice()
+WHOLE = TokenShard()

@@ -15,9 +15,9 @@ from finetune_contract.choices import StrategyName
 from finetune_contract.report import TimePart
 from finetune_trainer.strategies.fsdp import expect_groups, mixed_precision, shard_group
 from finetune_trainer.strategies.fsdp_groups import Group, groups_of, transformer_blocks
-from finetune_trainer.strategies.splitting.divided_tensors import is_divided, placement_of
-from finetune_trainer.strategies.splitting.mesh import DATA, PIPELINE, TENSOR
-from finetune_trainer.strategies.splitting.model_parallel import ModelParallel
+from finetune_trainer.strategies.parallel.mesh import DATA, PIPELINE, TENSOR
+from finetune_trainer.strategies.parallel.model_parallel import ModelParallel
+from finetune_trainer.strategies.parallel.sharded_tensors import is_sharded, placement_of
 from finetune_trainer.strategies.strategy_protocol import Placed, expect
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class ShardedReplicas(ModelParallel):
         from torch.distributed.tensor import DTensor
 
         held = dict(placed.model.named_parameters())
-        whole = [name for name, value in held.items() if not is_divided(value, DATA)]
+        whole = [name for name, value in held.items() if not is_sharded(value, DATA)]
         problem = f"{len(whole)} of {len(held)} parameters are whole on each data rank, e.g. {whole[:1]}"
         expect(not whole, self._label, "ParameterNotSharded", problem)
         for name, value in held.items():

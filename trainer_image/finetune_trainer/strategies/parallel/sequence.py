@@ -30,11 +30,11 @@ from finetune_contract.trainer_job import Training
 from finetune_trainer.checkpoint.checkpoints import CheckpointPart
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.files import FileEntry
-from finetune_trainer.core.library_patches import attention_over_slices
-from finetune_trainer.core.slices import NOT_LEARNT, ROW_POSITIONS
+from finetune_trainer.core.library_patches import attention_over_token_shards
+from finetune_trainer.core.token_shards import NOT_LEARNT, ROW_POSITIONS
 from finetune_trainer.models.stored_weights import place_on
-from finetune_trainer.strategies.splitting.mesh import SEQUENCE, MeshShape
-from finetune_trainer.strategies.splitting.whole_answers import fp32_by_block, shared_from_first
+from finetune_trainer.strategies.parallel.mesh import SEQUENCE, MeshShape
+from finetune_trainer.strategies.parallel.whole_answers import fp32_by_block, shared_from_first
 from finetune_trainer.strategies.strategy_protocol import (
     HEADS,
     Placed,
@@ -72,7 +72,7 @@ class SequenceParallel:
         self._device = training.world.device
         self._precision = training.precision
         self.shape = MeshShape.of(training.strategy, training.batch.data_parallel)
-        self.attention: SlicedAttention | None = None
+        self.attention: ShardedAttention | None = None
 
     @property
     def communicates_in(self) -> tuple[TimePart, ...]:
@@ -99,9 +99,9 @@ class SequenceParallel:
         probes = _probes(model, degree)
         expected = shared_from_first(lambda: [_read(model, probe) for probe in probes])
         mesh = self.shape.build(self._device)
-        self.attention = SlicedAttention(mesh[SEQUENCE].get_group())
+        self.attention = ShardedAttention(mesh[SEQUENCE].get_group())
         self.attention.take_over(model)
-        mine = self.shape.token_slice(distributed.get_rank())
+        mine = self.shape.token_shard(distributed.get_rank())
         for probe, (logits, loss) in zip(probes, expected, strict=True):
             probe_slice = mine.of(probe)
             outputs, own_loss = _read(model, probe_slice)
@@ -165,7 +165,7 @@ class SequenceParallel:
 # ------------------------------------------------------------------------------------------------------------ attention
 
 
-class SlicedAttention:
+class ShardedAttention:
     """Attention over whole rows of which each process of a group has a slice: SDPA for some of the heads."""
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -180,7 +180,7 @@ class SlicedAttention:
 
     def take_over(self, model: PreTrainedModel) -> None:
         """Become the attention of `model`, whose inputs are slices from then on."""
-        attention_over_slices.until_end(self.attend, self.mask)
+        attention_over_token_shards.until_end(self.attend, self.mask)
         model.set_attn_implementation(ATTENTION)
         model.register_forward_pre_hook(self._before, with_kwargs=True)
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from finetune_contract.layout import FailureClass
 from finetune_contract.plans import SLICED_NORM_FAMILIES, tensor_families
 from finetune_trainer.core.failures import StageError
-from finetune_trainer.strategies.splitting.conv1d import FAMILIES, conv1d_plan
-from finetune_trainer.strategies.splitting.conv1d import widths as conv1d_widths
+from finetune_trainer.strategies.parallel.conv1d import FAMILIES, conv1d_plan
+from finetune_trainer.strategies.parallel.conv1d import widths as conv1d_widths
 from finetune_trainer.strategies.strategy_protocol import HEADS, refuse_uneven, tied_names
 
 if TYPE_CHECKING:
@@ -57,14 +57,14 @@ def of_kept_layers(plan: Mapping[str, str], model: PreTrainedModel) -> dict[str,
     """Return the part of `plan` for the modules that a process of a pipeline has: those of other stages are removed, or
     replaced by a PassThrough.
     """
-    from finetune_trainer.strategies.splitting.model_layout import PassThrough
+    from finetune_trainer.strategies.parallel.model_layout import PassThrough
 
     there = {name for name, module in model.named_modules() if not isinstance(module, PassThrough)}
     there |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: style for name, style in plan.items() if name in there}
 
 
-def has_sliced_norms(model: PreTrainedModel) -> bool:
+def has_sharded_norms(model: PreTrainedModel) -> bool:
     """Return whether the norms of `model` can compute slices of the tokens (`sequence_norms.py`)."""
     return model.config.model_type in SLICED_NORM_FAMILIES
 
@@ -90,7 +90,7 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh, plan: dict[str, str],
     from torch.distributed.tensor import DTensor
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    from finetune_trainer.strategies.splitting.divided_tensors import divided_like
+    from finetune_trainer.strategies.parallel.sharded_tensors import sharded_like
 
     # A plan names modules, and each may split a shared weight in its own way: untie, split, tie again.
     tied = {name: other for name, other in tied_names(model).items() if name in plan or other in plan}
@@ -107,7 +107,7 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh, plan: dict[str, str],
             continue
         empty = model.get_parameter(name)
         if isinstance(empty, DTensor):
-            shard = divided_like(weight.data, empty, device=device, dtype=empty.dtype)
+            shard = sharded_like(weight.data, empty, device=device, dtype=empty.dtype)
             _set_parameter(model, name, shard, trained=weight.requires_grad)
         else:
             _put_parameter(model, name, weight)

@@ -40,21 +40,21 @@ from finetune_trainer.strategies.optimizer_state import (
     named_state,
     parameter_names,
 )
-from finetune_trainer.strategies.shard_files import StagedState, stage_state
-from finetune_trainer.strategies.splitting.divided_tensors import divided_like, is_divided, placement_of, whole_of
-from finetune_trainer.strategies.splitting.gradient_reducer import GradientReducer, copy_parts, pieces
-from finetune_trainer.strategies.splitting.mesh import DATA, PIPELINE, TENSOR, MeshShape
-from finetune_trainer.strategies.splitting.pipeline import Pipeline
-from finetune_trainer.strategies.splitting.tensor import (
+from finetune_trainer.strategies.parallel.gradient_reducer import GradientReducer, copy_parts, pieces
+from finetune_trainer.strategies.parallel.mesh import DATA, PIPELINE, TENSOR, MeshShape
+from finetune_trainer.strategies.parallel.pipeline import Pipeline
+from finetune_trainer.strategies.parallel.sharded_tensors import is_sharded, placement_of, sharded_like, whole_of
+from finetune_trainer.strategies.parallel.tensor import (
     SUMMED,
-    has_sliced_norms,
+    has_sharded_norms,
     of_kept_layers,
     split_layers,
     split_weights,
     summed_weights,
     tensor_plan,
 )
-from finetune_trainer.strategies.splitting.whole_answers import fp32_by_block, shared_from_first
+from finetune_trainer.strategies.parallel.whole_answers import fp32_by_block, shared_from_first
+from finetune_trainer.strategies.shard_files import StagedState, stage_state
 from finetune_trainer.strategies.strategy_protocol import (
     Placed,
     ReplicaStep,
@@ -135,20 +135,20 @@ class ModelParallel(FullState):
         expected, sliced = shared_from_first(lambda: _whole_probe(model)), False
         if self.shape.tensor > 1:
             self._plan = tensor_plan(model, self.shape.tensor)
-            if sliced := self._settings.pipeline is None and has_sliced_norms(model):
-                from finetune_trainer.strategies.splitting.sequence_norms import (
-                    slice_tokens_between_layers,
-                    sliced_plan,
+            if sliced := self._settings.pipeline is None and has_sharded_norms(model):
+                from finetune_trainer.strategies.parallel.sequence_norms import (
+                    shard_tokens_between_layers,
+                    sharded_plan,
                 )
 
-                self._plan = sliced_plan(self._plan, model, SUMMED)
+                self._plan = sharded_plan(self._plan, model, SUMMED)
         if self._settings.pipeline is not None:
             self.pipeline = Pipeline(model, self._settings.pipeline, self._mesh[PIPELINE])
             self._tied_groups = self._make_tied_groups()
         if self.shape.tensor > 1:
             split_layers(model, self._mesh[TENSOR], of_kept_layers(self._plan, model), self._device)
             if sliced:
-                slice_tokens_between_layers(model, self._mesh[TENSOR])
+                shard_tokens_between_layers(model, self._mesh[TENSOR])
         rest = (parameter for parameter in model.parameters() if placement_of(parameter, TENSOR) is None)
         in_training_type(rest, device=self._device)
         if self.pipeline is not None:
@@ -204,7 +204,7 @@ class ModelParallel(FullState):
         expect(size == placed.world_size, self._label, "WrongMesh", problem)
         held = dict(placed.model.named_parameters())
         planned = [name for name in split_weights(self._plan) if name in held]
-        whole = [name for name in planned if not is_divided(held[name], TENSOR)]
+        whole = [name for name in planned if not is_sharded(held[name], TENSOR)]
         expect(
             not whole and (bool(planned) or self.shape.tensor == 1),
             self._label,
@@ -314,7 +314,7 @@ class ModelParallel(FullState):
                 continue  # counted where it has its first name
             square = torch.linalg.vector_norm(local).double().square()
             # A gradient that is whole on every tensor rank counts once.
-            squares += square if is_divided(parameter, TENSOR) else square / self.shape.tensor
+            squares += square if is_sharded(parameter, TENSOR) else square / self.shape.tensor
         for dimension in self._norm_over:
             if getattr(self.shape, dimension) > 1:
                 distributed.all_reduce(squares, group=self._mesh[dimension].get_group())
@@ -412,7 +412,7 @@ class ModelParallel(FullState):
         with torch.no_grad():
             for name, value in self._spread(weights):
                 if name in held:
-                    held[name].copy_(divided_like(value, held[name]))
+                    held[name].copy_(sharded_like(value, held[name]))
         values = {(name, key): value for name, entries in optimizer["state"].items() for key, value in entries.items()}
         tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
         rest: list[Any] = [
@@ -425,7 +425,7 @@ class ModelParallel(FullState):
         for (name, key), value in self._spread(tensors):
             if name in parameters:
                 whole = value.shape == parameters[name].shape
-                state[name, key] = divided_like(value, parameters[name]) if whole else value
+                state[name, key] = sharded_like(value, parameters[name]) if whole else value
         load_named_state(placed.optimizer, parameters, NamedState(state, numbers, groups))
 
     def _spread(self, tensors: Mapping[Any, torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:

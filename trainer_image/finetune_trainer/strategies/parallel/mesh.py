@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from finetune_contract.choices import RankOrder
 from finetune_contract.trainer_job import Strategy
-from finetune_trainer.core.slices import TokenSlice
+from finetune_trainer.core.token_shards import TokenShard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,9 +62,9 @@ class MeshShape:
         """
         return self.coordinates(rank)[DATA]
 
-    def token_slice(self, rank: int) -> TokenSlice:
+    def token_shard(self, rank: int) -> TokenShard:
         """Return the slice of the rows' tokens that process `rank` computes."""
-        return TokenSlice(self.coordinates(rank)[SEQUENCE], self.sequence)
+        return TokenShard(self.coordinates(rank)[SEQUENCE], self.sequence)
 
     def build(self, device: str) -> DeviceMesh:
         """Build the mesh of process groups; every process must call it."""

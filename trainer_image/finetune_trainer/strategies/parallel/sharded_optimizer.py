@@ -15,10 +15,10 @@ import torch
 from torch import distributed
 
 from finetune_contract.plans import owners_of
-from finetune_trainer.strategies.splitting.divided_tensors import local_part
-from finetune_trainer.strategies.splitting.gradient_reducer import copy_parts, pieces
-from finetune_trainer.strategies.splitting.mesh import DATA, PIPELINE, TENSOR
-from finetune_trainer.strategies.splitting.model_parallel import ModelParallel
+from finetune_trainer.strategies.parallel.gradient_reducer import copy_parts, pieces
+from finetune_trainer.strategies.parallel.mesh import DATA, PIPELINE, TENSOR
+from finetune_trainer.strategies.parallel.model_parallel import ModelParallel
+from finetune_trainer.strategies.parallel.sharded_tensors import local_part
 from finetune_trainer.strategies.strategy_protocol import Placed, expect
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from finetune_contract.trainer_job import Training
 
 
-class DividedOptimizer(ModelParallel):
+class ShardedOptimizer(ModelParallel):
     """A mesh whose data ranks each have the optimizer state of some of the weights that they all hold."""
 
     _norm_over = (DATA, TENSOR, PIPELINE)
@@ -44,8 +44,8 @@ class DividedOptimizer(ModelParallel):
         """Ids of the weights that this process steps."""
 
     def _overlap(self, model: PreTrainedModel) -> None:
-        """Deal the weights out to the data ranks, which all deal alike, and have gradients reduced to their owners; the
-        others free theirs.
+        """RankShards the weights out to the data ranks, which all deal alike, and have gradients reduced to their
+        owners; the others free theirs.
         """
         self._weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._owners = owners_of([local_part(weight).numel() for weight in self._weights], self.shape.data)

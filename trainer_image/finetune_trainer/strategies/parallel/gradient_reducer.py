@@ -18,7 +18,7 @@ import torch
 from torch import distributed
 
 from finetune_contract.plans import AVERAGED_ELEMENTS
-from finetune_trainer.strategies.splitting.divided_tensors import local_part
+from finetune_trainer.strategies.parallel.sharded_tensors import local_part
 
 ALONE_ELEMENTS = 1 << 18
 """Elements of a gradient, a MiB in fp32, from which it is reduced by itself: large enough to fill a link."""

@@ -17,23 +17,23 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.tensor_parallel import RowwiseParallel
 
-from finetune_trainer.core.library_patches import style_to_slices
+from finetune_trainer.core.library_patches import style_to_shards
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
-_TO_SLICES = "rowwise_to_slices"
+_TO_SLICES = "rowwise_to_shards"
 """Our style for a layer whose outputs are summed up and divided by tokens."""
 _STYLE = RowwiseParallel(output_layouts=Shard(1))
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
-def sliced_plan(plan: Mapping[str, str], model: PreTrainedModel, summed: str) -> dict[str, str]:
+def sharded_plan(plan: Mapping[str, str], model: PreTrainedModel, summed: str) -> dict[str, str]:
     """Return `plan` with outputs of layers in slices. `summed`: style of a weight whose gradients are to be summed, as
     those of norms, of which each rank has a part.
     """
-    style_to_slices.until_end(_STYLE)
+    style_to_shards.until_end(_STYLE)
     ends = (".o_proj", ".down_proj")
     changed = {name: _TO_SLICES if name.endswith(ends) else style for name, style in plan.items()}
     body = model.base_model_prefix
@@ -41,10 +41,10 @@ def sliced_plan(plan: Mapping[str, str], model: PreTrainedModel, summed: str) ->
     return {**changed, **dict.fromkeys([*norms, f"{body}.norm.weight"], summed)}
 
 
-def slice_tokens_between_layers(model: Any, mesh: DeviceMesh) -> None:
+def shard_tokens_between_layers(model: Any, mesh: DeviceMesh) -> None:
     """Have each rank of `mesh` compute its slice of the tokens between the split layers of `model`."""
     body = model.base_model
-    tokens = _Slices(mesh)
+    tokens = _TokenShards(mesh)
     body.layers[0].register_forward_pre_hook(tokens.enter, with_kwargs=True)
     for layer in body.layers:
         layer.self_attn.register_forward_pre_hook(tokens.attend, with_kwargs=True)
@@ -52,7 +52,7 @@ def slice_tokens_between_layers(model: Any, mesh: DeviceMesh) -> None:
     body.norm.register_forward_hook(tokens.leave)
 
 
-class _Slices:
+class _TokenShards:
     """Hooks of a model; hidden states have the shape (rows, tokens, width)."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
