@@ -132,7 +132,7 @@ def test_batches_that_exceed_memory_are_halved_and_all_rows_answered(model, data
     assert warnings[0].endswith("rows at once do not fit the GPU's memory: halving the batch size from here on.")
 
 
-def dealt(model: Path, data: Path, paths: JobPaths, *, halves: bool, rank: int = 0) -> tuple[Any, ShardedSplit]:
+def sharded_split(model: Path, data: Path, paths: JobPaths, *, halves: bool, rank: int = 0) -> tuple[Any, ShardedSplit]:
     """Return the model, and its test rows as a validation between the steps of a training deals them to one rank."""
     job, network, _ = ready(model, data, paths)
     return network, RankShards(PreparedData.open(paths), task_of(job), 500, rank, 1 + rank, halves=halves).split("test")
@@ -152,7 +152,7 @@ def test_each_batch_is_dealt_once_and_only_the_last_is_repeated(ranks: int, mode
 
 
 def test_validation_halves_batches_that_exceed_the_memory(model, data, paths, caplog):
-    network, split = dealt(model, data, paths, halves=True)
+    network, split = sharded_split(model, data, paths, halves=True)
     cpu = torch.device("cpu")
     expected = {at: row for wanted, rows in split.answers(network, cpu) for at, row in zip(wanted, rows, strict=True)}
     tried = small_memory(network, 160)
@@ -168,7 +168,7 @@ def test_validation_halves_batches_that_exceed_the_memory(model, data, paths, ca
 def test_ranks_halve_their_batches_when_one_of_them_ran_out(model, data, paths, monkeypatch):
     from finetune_trainer.training import rank_shards
 
-    network, split = dealt(model, data, paths, halves=True, rank=1)
+    network, split = sharded_split(model, data, paths, halves=True, rank=1)
     full, flags = iter([1.0]), []
 
     def of_all(mine: list[float]) -> list[float]:
@@ -184,7 +184,7 @@ def test_ranks_halve_their_batches_when_one_of_them_ran_out(model, data, paths, 
 
 
 def test_validation_that_cannot_be_halved_ends_with_the_error(model, data, paths):
-    network, split = dealt(model, data, paths, halves=False)
+    network, split = sharded_split(model, data, paths, halves=False)
     small_memory(network, 160)
     with pytest.raises(torch.OutOfMemoryError):
         list(split.answers(network, torch.device("cpu")))

@@ -51,7 +51,7 @@ class DeepSpeed:
 
     name: StrategyName = "deepspeed"
     replica_step = None
-    spreads_itself = False
+    shards_itself = False
     scales_loss = False
     takes_weights: WeightsPlace = "files"
 

@@ -38,7 +38,7 @@ class FullySharded(FullState):
     """
 
     name: StrategyName = "fsdp"
-    spreads_itself = True
+    shards_itself = True
     takes_weights: WeightsPlace = "files"
     # Parameters are gathered, gradients reduced, and their norm is taken over all processes.
     communicates_in: tuple[TimePart, ...] = ("forward", "backward", "optimizer")

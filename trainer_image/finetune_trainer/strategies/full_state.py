@@ -41,7 +41,7 @@ def _is_main() -> bool:
 class FullState:
     """Base of strategies: `write_weights`, `save` and `load` by torch's state-dict functions."""
 
-    spreads_itself = False
+    shards_itself = False
     takes_weights: WeightsPlace = "device"
     scales_loss = False
 

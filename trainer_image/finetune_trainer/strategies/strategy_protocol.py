@@ -80,7 +80,7 @@ class Strategy(Protocol):
 
     name: StrategyName
 
-    spreads_itself: bool
+    shards_itself: bool
     """True if `prepare_model` returns the model ready for training; otherwise accelerate moves and wraps it."""
 
     takes_weights: WeightsPlace

@@ -97,7 +97,7 @@ class Engine:
 
     @property
     def _moves_model(self) -> bool:
-        return not self._strategy.spreads_itself
+        return not self._strategy.shards_itself
 
     @property
     def placed(self) -> Placed:
@@ -137,7 +137,7 @@ class Engine:
         walks through the graph, and reduces a map of the weights besides their gradients.
         """
         args = self.args
-        if self._strategy.name != "ddp" or self._strategy.spreads_itself:
+        if self._strategy.name != "ddp" or self._strategy.shards_itself:
             return
         # It cannot search where activations are recomputed, and need not where the graph never changes.
         if args.ddp_find_unused_parameters is not None or args.activation_checkpointing or args.ddp_static_graph:
@@ -147,7 +147,7 @@ class Engine:
         self.accelerator.ddp_handler.find_unused_parameters = summed([mine])[0] > 0
 
     def _wrap(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._strategy.spreads_itself:
+        if self._strategy.shards_itself:
             # Adds autocast only.
             self.wrapped = self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
             self.optimizer = self.accelerator.prepare(optimizer)

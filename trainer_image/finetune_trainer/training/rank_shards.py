@@ -73,7 +73,7 @@ class RankShards:
 class ShardedSplit:
     """A rank's share of a split."""
 
-    deal: RankShards
+    shards: RankShards
     role: str
     features: int
     """Number of features of the whole split."""
@@ -88,10 +88,10 @@ class ShardedSplit:
 
         The first pass is that of the widest row, which is a batch by itself whatever fits.
         """
-        memory, budget = self.deal.memory, self.deal.batch_tokens
+        memory, budget = self.shards.memory, self.shards.batch_tokens
         if memory is None:
             return self
-        widths = self.deal.widths(self.role)[self.wanted]
+        widths = self.shards.widths(self.role)[self.wanted]
 
         def share_of(rows: NDArray[np.int64]) -> float:
             memory.begin()
@@ -100,13 +100,13 @@ class ShardedSplit:
 
         with _evaluating(model):
             fits = fitted_tokens(share_of, widths, budget, first=int(widths.max()), least_growth=_LEAST_GROWTH)
-        if fits < budget and self.deal.rank == 0:  # one line, not one a rank
+        if fits < budget and self.shards.rank == 0:  # one line, not one a rank
             log.warning(
                 "Batches of the %s split have at most %s padded tokens, and not %s: more do not fit the memory of all "
                 "GPUs. %s rows are wider, and each is a batch.",
                 self.role, f"{fits:,}", f"{budget:,}", f"{int((widths > fits).sum()):,}",
             )  # fmt: skip
-        return replace(self.deal, batch_tokens=fits, memory=None).split(self.role, self.wanted)
+        return replace(self.shards, batch_tokens=fits, memory=None).split(self.role, self.wanted)
 
     def answers(
         self, model: torch.nn.Module, device: torch.device
@@ -119,7 +119,7 @@ class ShardedSplit:
             while waiting:
                 wanted = waiting.popleft()
                 answers = self._answers_to(wanted, model, device)
-                if self.deal.halves and summed([answers is None])[0]:
+                if self.shards.halves and summed([answers is None])[0]:
                     # Only now, after the error, which holds the tensors of the pass, is released.
                     torch.cuda.empty_cache()
                     log.warning("%d rows at once do not fit a GPU's memory: halving this validation.", len(wanted))
@@ -132,15 +132,15 @@ class ShardedSplit:
         self, wanted: NDArray[np.int64], model: torch.nn.Module, device: torch.device
     ) -> list[Answer] | None:
         """Return the answers to the features; None if they do not fit the GPU and can be halved."""
-        features = self.deal.prepared.features(self.role, wanted)
-        whole = self.deal.task.encoding.collate(features, pad_token_id=self.deal.prepared.pad_token_id)
-        batch = self.deal.tokens.of(whole)
+        features = self.shards.prepared.features(self.role, wanted)
+        whole = self.shards.task.encoding.collate(features, pad_token_id=self.shards.prepared.pad_token_id)
+        batch = self.shards.tokens.of(whole)
         placed = {name: value.to(device) for name, value in batch.items()}
         try:
             with torch.no_grad():
-                return self.deal.task.scoring.answer(model, placed, features)
+                return self.shards.task.scoring.answer(model, placed, features)
         except torch.OutOfMemoryError:
-            if not self.deal.halves or len(wanted) == 1:
+            if not self.shards.halves or len(wanted) == 1:
                 raise
             return None
 

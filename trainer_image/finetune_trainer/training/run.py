@@ -214,15 +214,15 @@ def _data(run: TrainingRun, start: StartedModel, order: EpochOrder, on_batch: Ca
     halves = alone and training.world.device == "cuda"
     memory = None if alone else device_memory(training.world.device)
     ranks = training.batch.data_parallel
-    deal = RankShards(
+    shards = RankShards(
         prepared, run.task, tokens, run.data_rank, ranks, run.tokens_of_rows, halves=halves, memory=memory
     )
-    reference = _reference(run, start, deal, order, on_batch)
+    reference = _reference(run, start, shards, order, on_batch)
     return LoopData(
         order,
         rows=TrainRows(prepared, reference.answers),
         collate=Collate(run.task.encoding, prepared.pad_token_id, run.tokens_of_rows),
-        validation=Validation(deal, reference.answers) if VALIDATION in prepared.facts.splits else None,
+        validation=Validation(shards, reference.answers) if VALIDATION in prepared.facts.splits else None,
         reference=reference,
     )
 
@@ -312,13 +312,13 @@ def _saver(run: TrainingRun, start: StartedModel, stopper: EarlyStopper | NeverS
 
 
 def _reference(
-    run: TrainingRun, start: StartedModel, deal: RankShards, order: EpochOrder, on_batch: Callable[[int], None]
+    run: TrainingRun, start: StartedModel, shards: RankShards, order: EpochOrder, on_batch: Callable[[int], None]
 ) -> Reference:
     if start.digest is None:
         return NoReference()
-    splits = {"train": deal.split("train", order.rows_of(run.training.max_steps))}
+    splits = {"train": shards.split("train", order.rows_of(run.training.max_steps))}
     if VALIDATION in run.prepared.facts.splits:
-        splits[VALIDATION] = deal.split(VALIDATION)
+        splits[VALIDATION] = shards.split(VALIDATION)
     basis = {
         "weights": start.digest,
         "data": run.prepared.facts.fingerprint,

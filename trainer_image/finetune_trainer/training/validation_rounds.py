@@ -21,9 +21,9 @@ ROLE = "validation"
 class Validation:
     """The validation split, distributed over the ranks."""
 
-    def __init__(self, deal: RankShards, reference: ReferenceAnswers) -> None:
-        self._deal = deal
-        self._dealt = deal.split(ROLE)
+    def __init__(self, shards: RankShards, reference: ReferenceAnswers) -> None:
+        self._shards = shards
+        self._split = shards.split(ROLE)
         self._reference = reference
 
     def metrics(
@@ -32,21 +32,21 @@ class Validation:
         """Return the loss (without label smoothing) and the task's metrics, the same on every rank. Keeps the mode;
         `on_batch` is called with the number of each batch.
         """
-        self._dealt = self._dealt.fitted(model, device)
+        self._split = self._split.fitted(model, device)
         mine = []
-        for number, answered in enumerate(self._dealt.answers(model, device), start=1):
+        for number, answered in enumerate(self._split.answers(model, device), start=1):
             mine.append(answered)
             on_batch(number)
-        split = self._deal.prepared.of(ROLE)
+        split = self._shards.prepared.of(ROLE)
         answers: list[Answer] = [{}] * len(split.position)
-        everyone, slices = gathered(mine), self._deal.tokens.count
+        everyone, slices = gathered(mine), self._shards.tokens.count
         # Neighbouring ranks have slices of the same features, in order.
         for first in range(0, len(everyone), slices):
             for batch in zip(*everyone[first : first + slices], strict=True):
                 wanted, _ = batch[0]
                 for at, *parts in zip(wanted.tolist(), *(part for _, part in batch), strict=True):
                     answers[at] = {**_joined(parts), **self._reference.of(ROLE, at)}
-        return self._deal.task.scoring.score(answers, split)
+        return self._shards.task.scoring.score(answers, split)
 
 
 def _joined(parts: Sequence[Answer]) -> Answer:

@@ -77,7 +77,7 @@ class ModelParallel(FullState):
     """A mesh of data, pipeline and tensor ranks."""
 
     name: StrategyName = "ddp"
-    spreads_itself = True
+    shards_itself = True
     scales_loss = False
     takes_weights: WeightsPlace = "files"
     _norm_over: tuple[str, ...] = (TENSOR, PIPELINE)

@@ -64,7 +64,7 @@ class SequenceParallel:
 
     def __init__(self, inner: Strategy, training: Training) -> None:
         self.name: StrategyName = inner.name
-        self.spreads_itself = inner.spreads_itself
+        self.shards_itself = inner.shards_itself
         self.scales_loss = inner.scales_loss
         self.takes_weights: WeightsPlace = "files"
         self._inner = inner

@@ -44,7 +44,7 @@ class ShardedOptimizer(ModelParallel):
         """Ids of the weights that this process steps."""
 
     def _overlap(self, model: PreTrainedModel) -> None:
-        """RankShards the weights out to the data ranks, which all deal alike, and have gradients reduced to their
+        """Assign the weights to the data ranks, which all do it alike, and have gradients reduced to their
         owners; the others free theirs.
         """
         self._weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
