@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import finetune_trainer
+import finetune_trainer.models
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import Adapter
@@ -216,7 +216,7 @@ def test_missing_bitsandbytes_is_reported_with_a_hint_before_gpu_use(bench, tmp_
     from finetune_trainer.stage.stages import STAGES, StageInput
 
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    monkeypatch.delattr(finetune_trainer, "four_bits", raising=False)
+    monkeypatch.delattr(finetune_trainer.models, "four_bits", raising=False)
     monkeypatch.delitem(sys.modules, "finetune_trainer.models.four_bits", raising=False)
     job = bench.with_training(adapter=QLORA).job
     given = StageInput(job, bench.at(tmp_path).paths, NoProgress(), ProcessWorld(), None, Interruption())

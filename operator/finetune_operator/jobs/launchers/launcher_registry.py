@@ -28,7 +28,7 @@ from finetune_operator.spec.problems import Problem, any_of, describe_value
 
 
 class LauncherModule(Protocol):
-    """Interface of a module of `launchers.kinds`."""
+    """Interface of a launcher's module."""
 
     def render(self, pods: StagePods) -> tuple[Manifest, ...]:
         """Return the objects that run the attempt, without its ConfigMap, in order of creation."""
