@@ -23,14 +23,9 @@ from finetune_operator.spec.rules.rule import Rule
 
 __all__ = ["RULES", "SOMETHING_TO_DO"]
 
-RULES: tuple[Rule, ...] = (
-    *data_rules.RULES,
-    *column_rules.RULES,
-    *evaluation_rules.RULES,
-    *training_rules.RULES,
-    *combination_rules.RULES,
-    *parallelism_rules.RULES,
-    *resource_rules.RULES,
-    *pair_rules.RULES,
-)
+_TOPICS = (
+    data_rules, column_rules, evaluation_rules, training_rules, combination_rules, parallelism_rules, resource_rules,
+    pair_rules,
+)  # fmt: skip
+RULES: tuple[Rule, ...] = tuple(rule for topic in _TOPICS for rule in topic.RULES)
 """In the order of reporting."""
