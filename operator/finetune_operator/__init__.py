@@ -1,3 +1,1 @@
-"""Plans, renders and runs FineTuneJobs. Layers: cli and shell, reconcile, rendering, planning, api (see
-CONTRIBUTING.md).
-"""
+"""Plans, renders and runs FineTuneJobs. CONTRIBUTING.md lists the rooms, and what each must not do."""

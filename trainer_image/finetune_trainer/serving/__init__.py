@@ -1,1 +1,1 @@
-"""Server that answers requests with a job's model."""
+"""Server that answers requests with a job's model. Trains nothing."""

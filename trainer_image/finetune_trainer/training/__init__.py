@@ -1,1 +1,1 @@
-"""The train stage: the loop and its collaborators."""
+"""The stage train: the loop and its collaborators. Knows no other stage."""
