@@ -3,9 +3,10 @@
     python -m process_support.forked
 
 reads cases from standard input, one JSON object a line: {"processes": N, "arguments": [arguments of finetune_trainer],
-"environment": {...}, "log": FILE}; or "call": "module:function" with "arguments" as its keyword arguments. "ranks":
-FILE receives the process ids as soon as they run, a JSON list in the order of the ranks. Cases run one
-after the other; each is answered with a line: the exit codes of its processes, a list.
+"environment": {...}, "log": FILE, "port": N}, with a free port for the rendezvous; or "call": "module:function" with
+"arguments" as its keyword arguments. "ranks": FILE receives the process ids as soon as they run, a JSON list in the
+order of the ranks. Cases run one after the other; each is answered with a line: the exit codes of its processes, a
+list.
 """
 
 from __future__ import annotations
@@ -116,13 +117,11 @@ def child(case: dict[str, Any], rank: int, port: int) -> int:
 
 def run(case: dict[str, Any]) -> list[int]:
     """Run a case and return the exit codes of its processes."""
-    from finetune_trainer.core.distributed import free_port
-
-    port, started = free_port(), []
+    started = []
     for rank in range(case["processes"]):
         process = os.fork()
         if process == 0:
-            code = child(case, rank, port)
+            code = child(case, rank, case["port"])
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)

@@ -53,10 +53,13 @@ class ForkServer:
 
     def run(self, case: Mapping[str, Any], seconds: float = 540) -> tuple[list[int], str]:
         """Return the processes' exit codes, and their output. TimeoutError after `seconds`, scaled by `patient`."""
+        from finetune_trainer.core.distributed import free_port
+
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps(case) + "\n")
+        # By this tree: the server may have the packages of an earlier release.
+        process.stdin.write(json.dumps({**case, "port": free_port()}) + "\n")
         process.stdin.flush()
         ready, _, _ = select.select([process.stdout], [], [], patient(seconds))
         log = Path(case["log"])
