@@ -1,6 +1,10 @@
-"""Facts of KServe's kind that runs an endpoint's servers. This module imports nothing, as launcher_rows.py."""
+"""Facts of what others run for an endpoint: KServe, KEDA's HTTP add-on, the Gateway API and vLLM. This module imports
+nothing, as launcher_rows.py.
+"""
 
 from __future__ import annotations
+
+# --------------------------------------------------------------------------------------------------------------- KServe
 
 KSERVE_GROUP = "serving.kserve.io"
 KSERVE_API = f"{KSERVE_GROUP}/v1beta1"

@@ -111,7 +111,7 @@ class RawPod(Raw):
         return next((one for one in self.status.conditions if one.type == type_), None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------- what decisions use
 
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 """kubectl's copy of the whole object: its problems are reported once, for the object itself."""

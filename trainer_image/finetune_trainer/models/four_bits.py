@@ -34,7 +34,7 @@ def outputs_by_inputs(layer: nn.Module) -> torch.Tensor:
     return weight.T if isinstance(layer, Conv1D) else weight
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------- layers
 
 _STORED_AS = torch.float32
 """Storage type of packed weights, eight to a number. Models ask a layer's weight for its type and convert inputs to it,

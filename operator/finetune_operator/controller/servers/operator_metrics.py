@@ -141,7 +141,7 @@ def _combinations(labels: Mapping[str, Iterable[str]]) -> int:
     return len(list(itertools.product(*labels.values())))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------------------- metrics
 
 RESYNC_REASONS = frozenset({"start", "leadership", "outage", "relist"})
 VERBS = frozenset({"get", "list", "watch", "create", "update", "patch", "delete"})

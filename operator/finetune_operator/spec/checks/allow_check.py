@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from pydantic import JsonValue
 
-from finetune_operator.spec.fields.field_values import Path
+from finetune_operator.spec.fields.field_values import Path, value_at
 from finetune_operator.spec.problems import Problem, describe_value, format_path
 from finetune_operator.spec.quantities import parse_quantity
 from finetune_operator.spec.settings.settings import Settings
@@ -118,12 +118,12 @@ def _claims(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
 def _config_maps(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
     reference = ("valueFrom", "configMapKeyRef", "name")
     for index, variable in enumerate(spec.template.env):
-        name = _at(variable, reference)
+        name = value_at(variable, reference)
         if isinstance(name, str):
             yield ("template", "env", index, *reference), name
     yield from _volumes(spec.template.volumes, ("configMap", "name"))
     for path, source in _projected(spec.template.volumes):
-        name = _at(source, ("configMap", "name"))
+        name = value_at(source, ("configMap", "name"))
         if isinstance(name, str):
             yield (*path, "configMap", "name"), name
 
@@ -131,7 +131,7 @@ def _config_maps(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
 def _volumes(volumes: Sequence[Mapping[str, JsonValue]], reference: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
     """Return the value of each volume at `reference`, if it is text."""
     for index, volume in enumerate(volumes):
-        name = _at(volume, reference)
+        name = value_at(volume, reference)
         if isinstance(name, str):
             yield ("template", "volumes", index, *reference), name
 
@@ -156,11 +156,11 @@ def _secrets(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
     ):
         for index, item in enumerate(items):
             for reference in references:
-                name = _at(item, reference)
+                name = value_at(item, reference)
                 if isinstance(name, str):
                     yield ("template", place, index, *reference), name
     for path, source in _projected(spec.template.volumes):
-        name = _at(source, ("secret", "name"))
+        name = value_at(source, ("secret", "name"))
         if isinstance(name, str):
             yield (*path, "secret", "name"), name
 
@@ -174,7 +174,7 @@ def _audiences(volumes: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[Pat
 
 def _projected(volumes: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[Path, Mapping[str, JsonValue]]]:
     for index, volume in enumerate(volumes):
-        sources = _at(volume, ("projected", "sources"))
+        sources = value_at(volume, ("projected", "sources"))
         for number, source in enumerate(sources if isinstance(sources, list) else ()):
             if isinstance(source, dict):
                 yield ("template", "volumes", index, "projected", "sources", number), source
@@ -185,13 +185,6 @@ def _variables(env: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[Path, s
         name = variable.get("name")
         if isinstance(name, str):
             yield ("template", "env", index, "name"), name
-
-
-def _at(value: JsonValue | Mapping[str, JsonValue], path: Sequence[str]) -> JsonValue:
-    inner: JsonValue = dict(value) if isinstance(value, Mapping) else value
-    for name in path:
-        inner = inner.get(name) if isinstance(inner, dict) else None
-    return inner
 
 
 def _sizes(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from pydantic import BaseModel, JsonValue
 
@@ -36,12 +37,14 @@ def read_json(model: type[Model], value: JsonValue) -> Model:
     return model.model_validate_json(json.dumps(value))
 
 
-def value_at(value: JsonValue, path: Path) -> JsonValue:
+def value_at(value: JsonValue | Mapping[str, JsonValue], path: Path) -> JsonValue:
+    """Return the value at `path` in an object or a list; None if there is none."""
+    inner: Any = value
     for part in path:
-        if isinstance(value, dict):
-            value = value.get(str(part))
-        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
-            value = value[part]
+        if isinstance(inner, Mapping):
+            inner = inner.get(str(part))
+        elif isinstance(inner, list) and isinstance(part, int) and part < len(inner):
+            inner = inner[part]
         else:
             return None
-    return value
+    return cast(JsonValue, inner)
