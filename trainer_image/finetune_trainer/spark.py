@@ -27,6 +27,7 @@ from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.failures import StageError, needed_library
 from finetune_trainer.core.progress import NoProgress
+from finetune_trainer.data.file_formats import json_column
 from finetune_trainer.data.row_shards import RowShard, ShardKey, rows_of_table
 from finetune_trainer.models.loading import load_config
 from finetune_trainer.predict.answering import ROW, Answerer, RequestedColumns, coding_of
@@ -45,11 +46,8 @@ REASON = "reason"
 """Answer column with the cause of a missing answer, null where there is an answer."""
 _SETTING = "predict"
 """Prefix of settings' paths in errors."""
-_LISTS = {
-    "tokens": pa.list_(pa.string()),
-    "messages": pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])),
-}
-"""Types of columns that hold lists, by role."""
+_LISTS = {"tokens": pa.list_(pa.string()), "messages": pa.json_()}
+"""Types of columns that hold lists, by role; a prompt may be text, or a list of messages."""
 
 
 class PredictOptions(TypedDict, total=False):
@@ -287,7 +285,10 @@ class _Batches:
 
 
 def _arrow(role: str, values: pd.Series) -> pa.Array:
-    array = pa.array([_plain(value) for value in values], from_pandas=True)
+    plain = [_plain(value) for value in values]
+    if role in ("messages", "prompt") and any(isinstance(value, list) for value in plain):
+        return json_column(plain)
+    array = pa.array(plain, from_pandas=True)
     # A missing value is null, also where all rows of a batch lack one
     return array.cast(_LISTS.get(role, pa.string())) if pa.types.is_null(array.type) else array
 

@@ -18,7 +18,7 @@ import lzma
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -130,22 +130,25 @@ def format_of(name: str) -> str | None:
 
 
 def read(
-    file: RawFile, wanted: Sequence[str], seen: dict[str, None], notes: list[str] | None = None
+    file: RawFile,
+    wanted: Sequence[str],
+    seen: dict[str, None],
+    notes: list[str] | None = None,
+    nested: Collection[str] = (),
 ) -> Iterator[pa.Table]:
     """Yield the rows in chunks of the wanted columns; add the names of all columns of the file to `seen`, in its order,
-    and to `notes` remarks for people on how it is read.
+    and to `notes` remarks for people on how it is read. `nested`: columns whose lists and objects are kept as JSON.
 
     A wanted column that the file lacks may be present, with nulls only. The types of a column may differ from chunk to
     chunk where the format has none. Raise StageError DATA: `CorruptLine`, `CorruptFile`, `MixedTypes`.
     """
     kind = format_of(file.name)
-    if kind == "parquet":
-        yield from _read_parquet(file, wanted, seen)
-    elif kind == "arrow":
-        yield from _read_arrow(file, wanted, seen)
+    if kind in ("parquet", "arrow"):
+        tables = (_read_parquet if kind == "parquet" else _read_arrow)(file, wanted, seen)
+        yield from (with_json(table, nested) for table in tables)
     else:
         rows = text_rows(file, wanted, [] if notes is None else notes)
-        yield from _as_tables(file, _strict(file, rows), wanted, seen)
+        yield from _as_tables(file, _strict(file, rows), wanted, seen, nested)
 
 
 def text_rows(file: RawFile, wanted: Sequence[str], notes: list[str]) -> Iterator[ReadRow | Rejected]:
@@ -243,7 +246,7 @@ def _opens_array(stream: IO[bytes]) -> bool:
 
 
 def _as_tables(
-    file: RawFile, rows: Iterator[ReadRow], wanted: Sequence[str], seen: dict[str, None]
+    file: RawFile, rows: Iterator[ReadRow], wanted: Sequence[str], seen: dict[str, None], nested: Collection[str]
 ) -> Iterator[pa.Table]:
     """Yield chunks of the wanted columns; a key that a row lacks is null. Adds every key found to `seen`, in order."""
     chunk: list[dict[str, object]] = []
@@ -256,22 +259,32 @@ def _as_tables(
         lines.append(line)
         size += length
         if len(chunk) == _CHUNK_ROWS or size >= _CHUNK_BYTES:
-            yield _table(file, chunk, lines, wanted)
+            yield _table(file, chunk, lines, wanted, nested)
             chunk, lines, size = [], [], 0
     if chunk:
-        yield _table(file, chunk, lines, wanted)
+        yield _table(file, chunk, lines, wanted, nested)
 
 
-def _table(file: RawFile, rows: list[dict[str, object]], lines: list[int], wanted: Sequence[str]) -> pa.Table:
-    return pa.table({name: as_column(file, name, [row.get(name) for row in rows], lines) for name in wanted})
+def _table(
+    file: RawFile, rows: list[dict[str, object]], lines: list[int], wanted: Sequence[str], nested: Collection[str]
+) -> pa.Table:
+    return pa.table(
+        {name: as_column(file, name, [row.get(name) for row in rows], lines, nested=name in nested) for name in wanted}
+    )
 
 
-def as_column(file: RawFile, name: str, values: list[object], lines: Sequence[int]) -> pa.Array:
-    """Convert values to a column of one type. Raise StageError DATA `MixedTypes` or `CorruptLine`; `lines`: of each."""
+def as_column(
+    file: RawFile, name: str, values: list[object], lines: Sequence[int], *, nested: bool = False
+) -> pa.Array:
+    """Convert values to a column of one type; `nested`: lists and objects to JSON, as they were written. Raise
+    StageError DATA `MixedTypes` or `CorruptLine`; `lines`: of each.
+    """
     kinds = {type(value) for value in values} - {type(None)}
     if len(kinds) > 1 and not kinds <= {int, float}:
         _refuse_mixed(file, name, values, lines)
     try:
+        if nested and kinds <= _NESTED and kinds:
+            return json_column(values)
         return pa.array(values, pa.string() if kinds == {str} else None, from_pandas=False)
     except UnicodeEncodeError:
         at = next(i for i, value in enumerate(values) if isinstance(value, str) and not _encodable(value))
@@ -285,6 +298,50 @@ def as_column(file: RawFile, name: str, values: list[object], lines: Sequence[in
             f"{file.name}: the values of column {name!r} have no common type: {error}",
             "Use one type in all rows.",
         ) from error
+
+
+_NESTED = {list, dict}
+
+
+def json_column(values: Iterable[object]) -> pa.Array:
+    """Return lists and objects as JSON text, in Arrow's type of it: a column of structs would give each object the
+    keys of all rows.
+    """
+    texts = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+    return pa.array(texts, pa.json_())
+
+
+def python_values(column: pa.ChunkedArray) -> list[Any]:
+    """Return Python's values of a column, also of JSON."""
+    values: list[Any] = column.to_pylist()
+    return [value and json.loads(value) for value in values] if isinstance(column.type, pa.JsonType) else values
+
+
+def with_json(table: pa.Table, nested: Collection[str]) -> pa.Table:
+    """Return the table with some of its columns as JSON, where they are nested. Their nulls are left out: objects of a
+    column of structs have the keys of all rows.
+    """
+    for name in nested:
+        if name in table.column_names and pa.types.is_nested(table[name].type):
+            column = json_column(map(_without_nulls, table[name].to_pylist()))
+            table = table.set_column(table.column_names.index(name), name, column)
+            table = table.replace_schema_metadata(_with_json_feature(table.schema.metadata, name))
+    return table
+
+
+def _with_json_feature(metadata: Mapping[bytes, bytes] | None, name: str) -> Mapping[bytes, bytes] | None:
+    """Return a schema's metadata with JSON as the type that `datasets` has for the column."""
+    if not metadata or b"huggingface" not in metadata:
+        return metadata
+    described = json.loads(metadata[b"huggingface"])
+    described["info"]["features"][name] = {"_type": "Json"}
+    return {**metadata, b"huggingface": json.dumps(described).encode()}
+
+
+def _without_nulls(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _refuse_mixed(file: RawFile, name: str, values: list[object], lines: Sequence[int]) -> NoReturn:

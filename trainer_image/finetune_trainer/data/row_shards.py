@@ -11,7 +11,7 @@ Unlike `prepare`, which refuses data with an unreadable row, a reader here sets 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -36,6 +36,7 @@ from finetune_trainer.data.file_formats import (
     rows_between,
     text_rows,
     unreadable,
+    with_json,
 )
 from finetune_trainer.data.prepared import PreparedSplit, arrow_table
 from finetune_trainer.data.sources import (
@@ -46,6 +47,7 @@ from finetune_trainer.data.sources import (
     RawSplit,
     SplitSource,
     check_columns,
+    nested_columns,
 )
 
 T = TypeVar("T")
@@ -246,7 +248,7 @@ class HubRows(_AllRows):
         rows = self.split.rows
         check_columns(self.split.name, self.origin, rows.column_names, self.needs)
         names = [name for name in _names(self.needs) if name in rows.column_names]
-        yield from _of_dataset(rows.select_columns(names), self.origin)
+        yield from _of_dataset(rows.select_columns(names), self.origin, nested_columns(self.needs))
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,7 @@ class PreparedRows:
         return f"{self.fingerprint} {self.split.role}"
 
     def shards(self) -> Iterator[RowShard]:
-        yield from _of_dataset(self.split.raw(), self.origin)
+        yield from _of_dataset(self.split.raw(), self.origin, frozenset())
 
     @cached_property
     def _index(self) -> NDArray[np.int64]:
@@ -279,9 +281,9 @@ class PreparedRows:
         return self._index[positions]
 
 
-def _of_dataset(rows: datasets.Dataset, origin: str) -> Iterator[RowShard]:
+def _of_dataset(rows: datasets.Dataset, origin: str, nested: Collection[str]) -> Iterator[RowShard]:
     def taken(start: int, stop: int) -> ShardRows:
-        return rows_of_table(arrow_table(rows.select(range(start, stop))))
+        return rows_of_table(with_json(arrow_table(rows.select(range(start, stop))), nested))
 
     step = min(_ROWS, max(_LEAST_ROWS, -(-len(rows) // SHARDS)))
     for start in range(0, len(rows), step):
@@ -403,12 +405,15 @@ class _FileShards:
             numbers.append(count - 1)
         if whole and values:
             check_columns(self.split, self.file.name, list(seen), self.needs)
-        names = _names(self.needs)
+        names, nested = _names(self.needs), nested_columns(self.needs)
 
         def table_of(rows: Sequence[int]) -> pa.Table:
             at = [lines[row] for row in rows]
             return pa.table(
-                {name: as_column(self.file, name, [values[row].get(name) for row in rows], at) for name in names}
+                {
+                    name: as_column(self.file, name, [values[row].get(name) for row in rows], at, nested=name in nested)
+                    for name in names
+                }
             )
 
         return ShardRows(
@@ -438,8 +443,7 @@ class _FileShards:
     def _group(self, group: int) -> pa.Table:
         with self._parquet() as parquet:
             names = [name for name in _names(self.needs) if name in parquet.schema_arrow.names]
-            table: pa.Table = parquet.read_row_group(group, columns=names)
-            return table
+            return with_json(parquet.read_row_group(group, columns=names), nested_columns(self.needs))
 
     @contextmanager
     def _parquet(self) -> Iterator[pq.ParquetFile]:
@@ -452,7 +456,7 @@ class _FileShards:
     def _of_arrow(self) -> Iterator[RowShard]:
         seen: dict[str, None] = {}
         first = 0
-        for table in read(self.file, _names(self.needs), seen):
+        for table in read(self.file, _names(self.needs), seen, nested=nested_columns(self.needs)):
             if not first:
                 check_columns(self.split, self.file.name, list(seen), self.needs)
             for start in range(0, len(table), _ROWS):

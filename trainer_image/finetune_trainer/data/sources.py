@@ -11,7 +11,7 @@ import difflib
 import hashlib
 import io
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,7 +27,7 @@ from finetune_contract.data_settings import DataSource
 from finetune_contract.layout import FailureClass
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.uris import Uri, hub_name, local_path, package_path
-from finetune_trainer.data.file_formats import ENDINGS, SUFFIXES, format_of, read
+from finetune_trainer.data.file_formats import ENDINGS, SUFFIXES, format_of, read, with_json
 from finetune_trainer.data.prepared import arrow_table, batches, dataset_of, write_tables
 from finetune_trainer.models.loading import hub_error
 
@@ -46,6 +46,13 @@ class ColumnNeed:
     """Path of the field that names it, e.g. `dataset.columns.text`."""
     name: str
     required: bool = True
+    nested: bool = False
+    """True to keep lists and objects of the column as JSON (`pa.json_()`), as people wrote them."""
+
+
+def nested_columns(needs: Sequence[ColumnNeed]) -> frozenset[str]:
+    """Return the columns whose lists and objects are kept as JSON."""
+    return frozenset(need.name for need in needs if need.nested)
 
 
 @dataclass(frozen=True)
@@ -285,7 +292,7 @@ class FileSplit:
                     break
                 seen: dict[str, None] = {}
                 of_file: list[pa.Schema] = []
-                for table in read(file, wanted, seen, notes):
+                for table in read(file, wanted, seen, notes, nested_columns(needs)):
                     if most is not None and spool.rows + table.num_rows > most:
                         table, partial = table.slice(0, most - spool.rows), True
                     schema = spool.write(table)
@@ -505,14 +512,30 @@ class HubSplit:
         wanted = [name for name in dict.fromkeys(need.name for need in needs) if name in has]
         used = self.rows.select_columns(wanted)
         partial = most is not None and len(used) > most
+        if most is not None:
+            used = used.select(range(min(most, len(used))))
         return RawSplit(
             self.name,
             self.repository,
-            used if most is None else used.select(range(min(most, len(used)))),
+            _with_json(used, nested_columns(needs), scratch),
             (),
             partial,
             tuple(has),
         )
+
+
+def _with_json(rows: datasets.Dataset, nested: Collection[str], scratch: Path) -> datasets.Dataset:
+    """Return the rows with nested columns as JSON, from a new file in `scratch`."""
+    if not any(pa.types.is_nested(field.type) for field in rows.features.arrow_schema if field.name in nested):
+        return rows
+    path = Path(tempfile.mkdtemp(dir=scratch)) / "json.arrow"
+    starts = range(0, len(rows), _JSON_ROWS)
+    arrow = rows.with_format("arrow")
+    write_tables(path, (with_json(arrow[start : start + _JSON_ROWS], nested) for start in starts))
+    return datasets.Dataset.from_file(str(path))
+
+
+_JSON_ROWS = 1024
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from finetune_contract.choices import Stage
+from finetune_contract.choices import DECODER_TASKS, Stage
 from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass
@@ -26,7 +26,13 @@ from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import FeatureSet, PreparedData, PreparedSplit
 from finetune_trainer.data.row_shards import BadRow, RowShard, ShardKey, ShardRows, most_of
 from finetune_trainer.data.sources import RawSplit
-from finetune_trainer.models.loading import load_config, load_tokenizer, truncation_length, window_stride
+from finetune_trainer.models.loading import (
+    load_config,
+    load_tokenizer,
+    position_limit,
+    truncation_length,
+    window_stride,
+)
 from finetune_trainer.predict.backends.backend_protocol import Substitute
 from finetune_trainer.predict.backends.choosing import Sample
 from finetune_trainer.predict.pod_processes import BatchShard
@@ -294,6 +300,10 @@ def coding_of(job: TrainerJob) -> Coding:
     """Load the tokenizer and lengths with which the job's model reads rows. StageError MODEL or CONFIG."""
     config = load_config(job)
     length = truncation_length(job, config)
+    positions = position_limit(config)
+    if job.task in DECODER_TASKS and positions is not None:
+        # Prompt and answer share the positions of a decoder.
+        length = max(1, min(length, positions - job.generation.max_new_tokens))
     return Coding(load_tokenizer(job), length, window_stride(job, length), config.model_type)
 
 

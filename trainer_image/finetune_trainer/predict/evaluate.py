@@ -30,6 +30,7 @@ from finetune_trainer.predict.token_rate import TokenRate, log_tokens
 from finetune_trainer.report.model_card import write_model_card
 from finetune_trainer.report.report_parts import not_met
 from finetune_trainer.report.reporting import merge_generation, merge_metrics, write_confusion, write_samples
+from finetune_trainer.tasks.conversations import BESIDE
 from finetune_trainer.tasks.metric_names import refuse_unknown_metrics
 from finetune_trainer.tasks.task_protocol import REFERENCE, Answer, TaskParts, labels_of
 from finetune_trainer.tasks.task_registry import task_of
@@ -174,7 +175,8 @@ def _samples(job: TrainerJob, task: TaskParts, split: PreparedSplit, answers: Se
         return []
     assert job.dataset is not None
     # Not all columns of the split, which also holds those that predictions copy.
-    names = list(task.encoding.inputs(job.dataset.columns).values())
+    inputs = task.encoding.inputs(job.dataset.columns)
+    names = [name for role, name in inputs.items() if role not in BESIDE]
     raw = split.raw().select_columns(names)
     return [{**sample, "text": [_shown(raw[sample["row"]][name]) for name in names]} for sample in samples]
 
@@ -182,9 +184,9 @@ def _samples(job: TrainerJob, task: TaskParts, split: PreparedSplit, answers: Se
 def _shown(value: object) -> str:
     """Join the words of a list; write a conversation as `role: content`."""
     if isinstance(value, list):
-        return " ".join(f"{item['role']}: {item['content']}" if _is_message(item) else str(item) for item in value)
+        return " ".join(f"{item['role']}: {item.get('content')}" if _is_message(item) else str(item) for item in value)
     return str(value)
 
 
 def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and {"role", "content"} <= value.keys()
+    return isinstance(value, dict) and "role" in value

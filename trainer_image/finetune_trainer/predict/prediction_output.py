@@ -27,6 +27,7 @@ from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.files import EntryName, replaced, sha256_of
 from finetune_trainer.core.uris import Uri, local_path
+from finetune_trainer.data.file_formats import python_values
 
 Format: TypeAlias = Literal["jsonl", "parquet"]
 MANIFEST = "_manifest.json"
@@ -270,7 +271,7 @@ def _place(uri: Uri, text: str, paths: JobPaths) -> Place:
 def write_rows(path: Path, rows: Iterable[pa.Table], form: Format) -> None:
     """Write tables of one schema."""
     if form == "jsonl":
-        write_lines(path, (row for table in rows for row in table.to_pylist()))
+        write_lines(path, (row for table in rows for row in _objects(table)))
         return
     with ExitStack() as stack:
         writer: pq.ParquetWriter | None = None
@@ -278,6 +279,11 @@ def write_rows(path: Path, rows: Iterable[pa.Table], form: Format) -> None:
             if writer is None:
                 writer = stack.enter_context(pq.ParquetWriter(path, table.schema))
             writer.write_table(table)
+
+
+def _objects(table: pa.Table) -> Iterator[dict[str, object]]:
+    columns = [python_values(column) for column in table.columns]
+    return (dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True))
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:

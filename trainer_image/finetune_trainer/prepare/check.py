@@ -25,11 +25,13 @@ from finetune_contract.report import FailureReport
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.failures import StageError, classify
 from finetune_trainer.core.uris import Uri, hub_name
+from finetune_trainer.data.file_formats import python_values
 from finetune_trainer.data.sources import RawSplit, Role, source_of
 from finetune_trainer.models.loading import refuse_long_answers, resolve_model, truncation_length
 from finetune_trainer.prepare.prepare import Part, parts_of, predict_part, split_validation
+from finetune_trainer.tasks.conversations import BESIDE, ConversationError, messages_of
 from finetune_trainer.tasks.metric_names import refuse_unknown_metrics, refuse_unmeasured_stopping
-from finetune_trainer.tasks.row_checks import is_list, is_text
+from finetune_trainer.tasks.row_checks import is_json, is_list, is_text
 from finetune_trainer.tasks.task_protocol import Encoding, TaskParts
 from finetune_trainer.tasks.task_registry import task_of
 
@@ -257,7 +259,9 @@ def _described(
     table = split.table
     words, characters = {}, {}
     for name in dict.fromkeys(encoding.inputs(part.columns).values()):
-        texts = [_texts(value) for value in table[name].to_pylist()] if _has_text(table[name].type) else []
+        if name not in table.column_names or name in BESIDE:
+            continue
+        texts = [_texts(value) for value in _values(table[name])] if _has_text(table[name].type) else []
         if texts:
             words[name] = _lengths([sum(len(text.split()) for text in cell) for cell in texts])
             characters[name] = _lengths([sum(map(len, cell)) for cell in texts])
@@ -281,8 +285,19 @@ def _described(
 
 def _has_text(kind: pa.DataType) -> bool:
     if is_list(kind):
-        return _has_text(kind.value_type) or pa.types.is_struct(kind.value_type)
-    return is_text(kind)
+        return _has_text(kind.value_type)
+    return is_text(kind) or is_json(kind)
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    """Return Python's values of a column; of JSON the messages of a conversation."""
+    values = python_values(column)
+    if not is_json(column.type):
+        return values
+    try:
+        return [list(messages_of(cell)) for cell in values]
+    except ConversationError:  # `check` has found it
+        return []
 
 
 def _texts(value: Any) -> list[str]:
@@ -299,7 +314,7 @@ def _token_counts(table: pa.Table, columns: Sequence[str], model: _Model | None)
     if model is None or model.tokenizer is None or not columns or len(columns) > 2:
         return []
     some = table.take(list(range(0, len(table), -(-len(table) // _TOKENIZED_ROWS))))
-    texts = [[" ".join(_texts(value)) for value in some[name].to_pylist()] for name in columns]
+    texts = [[" ".join(_texts(value)) for value in _values(some[name])] for name in columns]
     pairs = texts[0] if len(texts) == 1 else list(zip(*texts, strict=True))
     return [len(encoding.ids) for encoding in model.tokenizer.encode_batch(pairs)]
 

@@ -63,13 +63,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FORMAT = 3
-"""Increased when the layout of the folder or the tokenisation changes; part of the fingerprint."""
+"""Part of the fingerprint, by which a training knows its rows: increased when the same data give other rows."""
+_LAYOUT = 2
+"""Part of the key alone: increased when features or files change, so that data of earlier releases are not reused."""
 _VALIDATION_SHARE = 0.05
 _TEMPORARY = "prepared.tmp-"
 _SCRATCH = "raw"
 """Subfolder for intermediate rows."""
 _LIBRARIES = ("tokenizers", "transformers")
-"""Libraries that tokenise. Within one job's folder they are the image's; a cache outlives images."""
+"""Libraries that tokenise; folders of prepared data outlive images."""
 _TARGETS = ("label", "tags", "answers", "target", "chosen", "rejected")
 """Roles of columns that rows to predict need not have, and that are not read there."""
 
@@ -146,7 +148,7 @@ def _prepared(
         # The effect of a repository's own code on a text is not in the key.
         if shared is None or job.model.trust_remote_code:
             return _made(order, paths, progress, leader)
-        with shared.entry(_shared_name(order.key)) as entry:
+        with shared.entry(order.key) as entry:
             if entry is None:
                 return _made(order, paths, progress, leader)
             done = _taken(entry, order, paths, progress)
@@ -181,7 +183,8 @@ def _made(order: _Order, paths: JobPaths, progress: ProgressSink, leader: Leader
             scratch = temporary / _SCRATCH
             scratch.mkdir()
             rows, targets, notes, from_train = _checked_rows(order, scratch)
-            notes += targets.notes
+            columns = order.job.dataset.columns if order.job.dataset else Columns()
+            notes += [*targets.notes, *order.task.encoding.remarks(columns, order.coding)]
             facts = _write(temporary, order, rows, targets.labels, notes, from_train, progress, leader)
         discard(scratch, paths.root, _TEMPORARY)  # a pod that pod 0 has given up may still write into it
         _move(temporary, paths.prepared)
@@ -240,9 +243,15 @@ def _order(job: TrainerJob) -> _Order:
         **({"label_names": job.dataset.labels} if job.dataset is not None and job.dataset.labels else {}),
     }
     fingerprint = _digest({**basis, "splits": {role: _part_digest(part) for role, part in parts.items()}})
-    extra = {role: [_part_digest(part), list(part.copies)] for role, part in parts.items()}
     coding = Coding(tokenizer, max_length, stride, config.model_type)
-    return _Order(job, task, parts, known, coding, fingerprint, _digest({"basis": fingerprint, "parts": extra}))
+    key = {
+        "basis": fingerprint,
+        "parts": {role: [_part_digest(part), list(part.copies)] for role, part in parts.items()},
+        "layout": _LAYOUT,
+        "roles": _token_roles(tokenizer),
+        "libraries": {name: version(name) for name in _LIBRARIES},
+    }
+    return _Order(job, task, parts, known, coding, fingerprint, _digest(key))
 
 
 def labels_of_model(job: TrainerJob, head: Head, config: PretrainedConfig) -> Labels:
@@ -327,9 +336,14 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return _digest([type(tokenizer).__name__, content, tokenizer.model_input_names, tokenizer.truncation_side])
 
 
-def _shared_name(key: str) -> str:
-    """Return the name of the entry for all jobs whose order has that key, and whose image has the same libraries."""
-    return _digest([key, {name: version(name) for name in _LIBRARIES}])
+def _token_roles(tokenizer: PreTrainedTokenizerBase) -> list[object]:
+    """Return what decides the tokens of a row beside the vocabulary: its special tokens, and the chat template."""
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    settings = [getattr(tokenizer, name, None) for name in _TOKENIZER_SETTINGS]
+    return [special, sorted(map(str, tokenizer.all_special_tokens)), settings, tokenizer.chat_template]
+
+
+_TOKENIZER_SETTINGS = ("add_bos_token", "add_eos_token", "add_prefix_space", "split_special_tokens", "do_lower_case")
 
 
 def _digest(value: object) -> str:
@@ -444,7 +458,9 @@ def _cut_notes(made: Mapping[str, ShardFacts], max_length: int) -> Iterator[str]
     for role, facts in made.items():
         if facts.truncated:
             share = f"{facts.truncated:,} of {facts.rows:,} rows of {role} ({100 * facts.truncated / facts.rows:.1f} %)"
-            yield f"{share} exceed {max_length} tokens and are truncated; preparation.maxLength sets the limit."
+            parts = ", ".join(f"{count:,} lost {part}" for part, count in facts.lost.items())
+            cut = f"are truncated ({parts})" if parts else "are truncated"
+            yield f"{share} exceed {max_length} tokens and {cut}; preparation.maxLength sets the limit."
 
 
 def _written(

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from finetune_contract.facts import SplitFacts
 from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.data.file_formats import python_values
 from finetune_trainer.data.packing import packed
 from finetune_trainer.data.prepared import POSITION, ROW, FeatureBatch, FeatureSet, shard_name, write_tables
 from finetune_trainer.models.loading import load_tokenizer
@@ -94,6 +95,8 @@ class ShardFacts:
     """Items of the loss; features for rows without targets."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Tokens of a feature, or of a pack of them -> number of these."""
+    lost: Counter[str] = field(default_factory=Counter)
+    """Part of a row that was left out -> number of rows that lost it."""
 
     def add(self, other: ShardFacts) -> None:
         """Add the other's counts."""
@@ -102,6 +105,7 @@ class ShardFacts:
         self.truncated += other.truncated
         self.learnt += other.learnt
         self.lengths.update(other.lengths)
+        self.lost.update(other.lost)
 
     def of_split(self) -> SplitFacts:
         """Return them as the facts of a whole split."""
@@ -173,7 +177,7 @@ class Encoder:
         return features, sum(encoded.truncated for encoded, _, _ in parts)
 
     def _encoded(self, rows: pa.Table, inputs: Mapping[str, str], targets: NDArray[Any] | None) -> Encoded:
-        given = {role: rows[name].to_pylist() for role, name in inputs.items()}
+        given = {role: python_values(rows[name]) for role, name in inputs.items() if name in rows.column_names}
         return self.task.encoding.encode(given, targets, self.coding)
 
     def _tables(self, shard: Shard, facts: ShardFacts, progressed: Callable[[int], None]) -> Iterator[pa.Table]:
@@ -189,14 +193,15 @@ class Encoder:
                 table = packed(table, self.task.encoding.packed, self.coding.max_length)
             lengths = np.diff(table["input_ids"].chunk(0).offsets.to_numpy())
             learnt = features if encoded.learnt is None else encoded.learnt
-            facts.add(ShardFacts(len(chunk), features, encoded.truncated, learnt, Counter(lengths.tolist())))
+            counted = Counter(lengths.tolist())
+            facts.add(ShardFacts(len(chunk), features, encoded.truncated, learnt, counted, Counter(encoded.lost)))
             yield table
             progressed(len(chunk))
 
 
 def _chunks(shard: Shard) -> Iterator[tuple[int, pa.Table]]:
     """Yield the inputs of its rows in pieces, each with the number of rows before it."""
-    columns = list(dict.fromkeys(shard.inputs.values()))
+    columns = [name for name in dict.fromkeys(shard.inputs.values()) if name in shard.rows.raw.column_names]
     for start in range(0, len(shard.rows.index), shard.chunk_rows):
         table = shard.rows.table(start, min(start + shard.chunk_rows, len(shard.rows.index)), columns)
         yield from _bounded(start, table)

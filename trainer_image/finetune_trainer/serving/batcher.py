@@ -159,7 +159,7 @@ class Batcher:
         alike: dict[object, list[Ticket]] = {}
         for ticket in arrived:
             if not self._over(ticket):
-                # Arrow would add the fields of other requests' messages.
+                # A column has one type, and a prompt may be text or messages.
                 texts = all(isinstance(value, str) for row in ticket.rows for value in row.values())
                 alike.setdefault(ticket.form if texts else ticket, []).append(ticket)
         for tickets in alike.values():

@@ -22,6 +22,7 @@ from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core import garbage_collection
 from finetune_trainer.core.progress import NoProgress
+from finetune_trainer.data.file_formats import json_column
 from finetune_trainer.data.prepared import POSITION, FeatureBatch, FeatureSet, PreparedSplit
 from finetune_trainer.data.row_shards import ShardKey
 from finetune_trainer.data.sources import RawSplit
@@ -199,7 +200,7 @@ class ServingEngine:
         """Tokenise rows. StageError DATA for the first row that the task rejects."""
         answerer = self._answerer(form)
         encoding, columns = answerer.encoder.task.encoding, answerer.requested.columns
-        table = pa.Table.from_pylist(rows)
+        table = _table(rows)
         encoding.check(RawSplit("", "the request", table, one_row=len(rows) == 1), columns, "inputs")
         features, _ = answerer.encoder.features(table, encoding.inputs(columns))
         extra = form.generation.max_new_tokens if self.writes else 0
@@ -220,7 +221,7 @@ class ServingEngine:
     ) -> list[dict[str, Any]]:
         """Return the columns of predict for each of the rows. `writing`: for models that write, by turns."""
         answerer = self._answerer(form)
-        table = pa.Table.from_pylist([row.row for row in rows])
+        table = _table([row.row for row in rows])
         features = FeatureSet.of(row.features.part(row.first, row.last, at) for at, row in enumerate(rows))
         split = answerer.split(table, features, answerer.encoder.task.encoding.inputs(answerer.requested.columns))
         if writing is None:
@@ -273,6 +274,19 @@ class ServingEngine:
                 self.models[self.model_of(form)].answerer, job=job, requested=requested
             )
         return answerer
+
+
+def _table(rows: Sequence[Row]) -> pa.Table:
+    """Return rows as a table, with conversations as JSON, in which each message keeps its own keys."""
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    talks = {name for name, values in columns.items() if any(_is_conversation(value) for value in values)}
+    return pa.table(
+        {name: json_column(values) if name in talks else pa.array(values) for name, values in columns.items()}
+    )
+
+
+def _is_conversation(value: object) -> bool:
+    return isinstance(value, list) and any(isinstance(item, dict) for item in value)
 
 
 def _served(base: str, plain: Answerer, adapted: AdaptedModel) -> dict[str, ServedModel]:

@@ -1,110 +1,144 @@
-"""Conversations as tokens, by the tokenizer's chat template."""
+"""Conversations as people wrote them.
+
+They stay JSON text from the file to here: a column of Arrow would give nested objects the keys of all rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import jinja2
-
-from finetune_contract.layout import FailureClass
-from finetune_trainer.core.failures import StageError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import repeat
+from typing import Any
 
 ASSISTANT = "assistant"
+SYSTEM_ROLES = ("system", "developer")
+_TOOLS = ("tool", "ipython", "function", "observation")
+"""Roles whose content may be an object: the result of a call."""
+TOOLS, ARGUMENTS = "tools", "chat_template_kwargs"
+BESIDE = (TOOLS, ARGUMENTS)
+"""Columns read beside a conversation where the data have them: the row's tools, and its arguments of the template. They
+have the names that trl gives them.
+"""
 Message = Mapping[str, Any]
+
+
+class ConversationError(ValueError):
+    """A conversation that cannot be learnt or continued; the message is the rule that it breaks."""
+
+    def __init__(self, reason: str, rule: str) -> None:
+        super().__init__(rule)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation as tokens."""
+    """Messages with their tools."""
 
-    ids: list[int]
-    replied: list[bool]
-    """True for each token of a reply."""
-    prompt: int
-    """Tokens before the last reply; all tokens where it is still to be written."""
+    messages: tuple[Message, ...]
+    tools: tuple[Any, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template."""
+
+    @property
+    def replied(self) -> bool:
+        """True if it ends with a reply."""
+        return bool(self.messages[-1]["role"] == ASSISTANT)
+
+    def followed_by(self, messages: Sequence[Message]) -> Conversation:
+        """Return it with further messages."""
+        return replace(self, messages=(*self.messages, *messages))
+
+    def before(self, end: int) -> Conversation:
+        """Return its first messages alone."""
+        return replace(self, messages=self.messages[:end])
 
 
-def conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, learnt: bool) -> Conversation:
-    """Encode the whole conversation for training (`learnt`), else the part before the reply that is to be written.
-    Raise StageError DATA for one that the template does not accept.
+def conversations(rows: Mapping[str, Sequence[Any]], role: str) -> Iterator[Conversation]:
+    """Yield the conversation of each row. Raise ConversationError for the first that is none."""
+    beside = [rows.get(name) or repeat(None) for name in BESIDE]
+    for messages, tools, arguments in zip(rows[role], *beside, strict=False):
+        yield Conversation(messages_of(messages), tools_of(tools), arguments_of(arguments))
+
+
+def messages_of(cell: Any) -> tuple[Message, ...]:
+    """Read a list of messages, or its JSON text. Parts of a content that are text are joined, as most chat templates
+    read text alone; an object that a tool returned becomes JSON. Raise ConversationError.
     """
+    messages = _parsed(cell, "NotMessages", "a list of messages with role and content")
+    if messages is None or messages == []:
+        raise ConversationError("NoMessages", "a conversation needs messages")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ConversationError("NotMessages", "it is not a list of messages with role and content")
+    return tuple(_message(message, number) for number, message in enumerate(messages, start=1))
+
+
+def _message(given: Message, number: int) -> Message:
+    # Parquet and many writers of JSON give each message the fields of all messages.
+    message = {name: value for name, value in given.items() if value is not None or name == "content"}
+    if not {"role", "content"} & message.keys():
+        raise ConversationError("NotMessages", f"message {number} has {', '.join(given)}, and no role and content")
+    if not isinstance(message.get("role"), str):
+        raise ConversationError("NoRole", f"message {number} needs its role, such as user")
+    content = message.get("content")
+    if content is None and not {"tool_calls", "function_call", "reasoning_content", "thinking"} & message.keys():
+        raise ConversationError("NoContent", f"message {number} has no content and calls no tool; an empty text has")
+    if content is not None and not isinstance(content, str):
+        message["content"] = _text(content, number, message["role"])
+    return message
+
+
+def _text(content: Any, number: int, role: str) -> str:
+    if isinstance(content, list) and content and all(isinstance(part, dict) and "type" in part for part in content):
+        for part in content:
+            if part["type"] != "text" or not isinstance(part.get("text"), str):
+                rule = f"message {number} has a part of the type {part['type']!r}; only text parts can be learnt"
+                raise ConversationError("NotText", rule)
+        return "".join(part["text"] for part in content)
+    if role in _TOOLS:
+        return json.dumps(content, ensure_ascii=False)
+    kind = "an object" if isinstance(content, dict) else f"a {type(content).__name__}"
+    raise ConversationError("NotText", f"message {number} has {kind} as content, which is text or a list of text parts")
+
+
+def tools_of(cell: Any) -> tuple[Any, ...]:
+    """Read a row's list of tools, or its JSON text; a row may have none. Raise ConversationError."""
+    rule = "a list of tools, each an object with name, description and parameters (JSON schema)"
+    tools = _parsed(cell, "NotTools", rule)
+    if not tools:
+        return ()
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ConversationError("NotTools", f"{TOOLS} is not {rule}")
+    return tuple(tools)
+
+
+def arguments_of(cell: Any) -> Mapping[str, Any]:
+    """Read a row's arguments of the chat template. Raise ConversationError for those that are not the template's."""
+    arguments = _parsed(cell, "NotArguments", "an object")
+    if not arguments:
+        return {}
+    if not isinstance(arguments, dict):
+        raise ConversationError("NotArguments", f"{ARGUMENTS} is not an object")
+    taken = sorted(arguments.keys() & _own_arguments())
+    if taken:
+        rule = f"{ARGUMENTS} has {', '.join(taken)}, which the product sets; it holds variables of the chat template"
+        raise ConversationError("NotArguments", rule)
+    return arguments
+
+
+@cache
+def _own_arguments() -> frozenset[str]:
+    from transformers import PreTrainedTokenizerBase
+
+    return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
+
+
+def _parsed(cell: Any, reason: str, form: str) -> Any:
+    if not isinstance(cell, str) or not cell.strip():
+        return None if isinstance(cell, str) else cell
     try:
-        turns = (with_replies if learnt else prompt_turns)(tokenizer, messages)
-    except (ValueError, TypeError, jinja2.TemplateError) as error:
-        raise StageError(
-            FailureClass.DATA,
-            "ConversationRefused",
-            f"A conversation that begins with {str(messages[0])[:80]!r} does not fit the model's chat template: "
-            f"{error}.",
-            "Correct its messages (roles, their order), or use a model with another template.",
-        ) from error
-    encoded = tokenizer(
-        turns.text,
-        add_special_tokens=False,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        verbose=False,
-    )
-    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-    inside = [any(first <= start < last for first, last in turns.replies) for start, _ in offsets]
-    prompt = len(ids)
-    if turns.replies:
-        prompt = next((at for at, (start, _) in enumerate(offsets) if start >= turns.replies[-1][0]), len(ids))
-    return Conversation(ids, inside, prompt)
-
-
-@dataclass(frozen=True)
-class Turns:
-    """A conversation rendered by the template."""
-
-    text: str
-    replies: tuple[tuple[int, int], ...]
-    """First and last character (exclusive) of each assistant reply, the end of its turn included."""
-
-
-def with_replies(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Turns:
-    """Render the whole conversation. Raise ValueError when the template renders earlier turns differently once later
-    ones follow: the limits of replies would be unknown.
-    """
-    text, replies = _render(tokenizer, messages), []
-    for at, message in enumerate(messages):
-        if message["role"] != ASSISTANT:
-            continue
-        before = _render(tokenizer, messages[:at], reply=True)
-        until = _render(tokenizer, messages[: at + 1])
-        if not (text.startswith(before) and text.startswith(until) and len(before) < len(until)):
-            raise ValueError(f"the chat template writes message {at + 1} in another way when messages follow it")
-        replies.append((len(before), len(until)))
-    return Turns(text, tuple(replies))
-
-
-def prompt_turns(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Turns:
-    """Render the part before the reply that is to be written; replies that end the conversation are left out."""
-    end = len(messages)
-    while end and messages[end - 1]["role"] == ASSISTANT:
-        end -= 1
-    return Turns(_render(tokenizer, messages[:end], reply=True), ())
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, reply: bool = False) -> str:
-    if not messages:
-        return ""
-    # Arrow gives every message the fields of all messages; missing ones are null.
-    without_nulls = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    return str(tokenizer.apply_chat_template(without_nulls, tokenize=False, add_generation_prompt=reply))
-
-
-def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise StageError MODEL for a tokenizer without a chat template."""
-    if not tokenizer.chat_template:
-        raise StageError(
-            FailureClass.MODEL,
-            "NoChatTemplate",
-            "The rows are conversations, and the model's tokenizer has no chat template.",
-            "Use a model that was trained for conversations, or rows of plain text.",
-        )
+        return json.loads(cell)
+    except (ValueError, RecursionError) as error:
+        raise ConversationError(reason, f"it is text that is not JSON ({error}); it should be {form}") from error

@@ -8,8 +8,10 @@ or a conversation that the answers continue.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,12 +22,15 @@ from finetune_contract.metrics import METRICS
 from finetune_contract.trainer_job import Preference, TrainerJob
 from finetune_trainer.core.token_shards import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
-from finetune_trainer.tasks.conversations import ASSISTANT, conversation, require_template
+from finetune_trainer.tasks.chat_template import require_template, tokens_of
+from finetune_trainer.tasks.conversations import ASSISTANT, BESIDE, conversations, messages_of
 from finetune_trainer.tasks.encoding import completions, prompts
 from finetune_trainer.tasks.language import DecoderDescription, DecoderHead
 from finetune_trainer.tasks.padding import padded
+from finetune_trainer.tasks.prompt_cuts import END, Cut, head_of, leading_special, prompt_cut, talk_cut
 from finetune_trainer.tasks.row_checks import (
-    is_list,
+    beside_needs,
+    is_json,
     not_set,
     refuse_not_messages,
     refuse_not_text,
@@ -46,7 +51,7 @@ from finetune_trainer.tasks.task_protocol import (
     Targets,
     TaskParts,
 )
-from finetune_trainer.tasks.writing import DecoderWriter, judged, logits_at
+from finetune_trainer.tasks.writing import HEAD, DecoderWriter, judged, logits_at
 
 if TYPE_CHECKING:
     import torch
@@ -81,22 +86,24 @@ class _Encoding(Encoding):
         for role in _COLUMNS:
             name, needed = getattr(columns, role), labelled or role == "prompt"
             if name is not None:
-                needs.append(ColumnNeed(f"{setting}.columns.{role}", name, required=needed))
+                needs.append(ColumnNeed(f"{setting}.columns.{role}", name, required=needed, nested=True))
             elif needed:
                 raise not_set(f"{setting}.columns.{role}", f"the column that holds {content[role]}")
-        return tuple(needs)
+        return (*needs, *beside_needs(setting))
 
     def inputs(self, columns: Columns) -> dict[str, str]:
-        """Return `prompt`."""
+        """Return `prompt`, with the columns of `BESIDE`."""
         assert columns.prompt is not None
-        return {"prompt": columns.prompt}
+        return {"prompt": columns.prompt, **dict(zip(BESIDE, BESIDE, strict=True))}
 
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
         """Check that prompts are text or conversations, and that none is missing."""
         name = self.inputs(columns)["prompt"]
         values = split.table[name]
-        refuse = refuse_not_messages if is_list(values.type) else refuse_not_text
-        refuse(split, f"{setting}.columns.prompt", name, values)
+        if is_json(values.type):
+            refuse_not_messages(split, f"{setting}.columns.prompt", name)
+        else:
+            refuse_not_text(split, f"{setting}.columns.prompt", name, values)
 
     def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
         """Return each row's chosen and rejected answer, in the form of the prompt."""
@@ -105,7 +112,7 @@ class _Encoding(Encoding):
             chosen, rejected = columns.chosen, columns.rejected
             if chosen is None or rejected is None or not {chosen, rejected} <= set(split.rows.column_names):
                 continue
-            talks = is_list(split.table[self.inputs(columns)["prompt"]].type)
+            talks = is_json(split.table[self.inputs(columns)["prompt"]].type)
             read = _replies if talks else wanted_texts
             pairs = zip(read(split, chosen, "chosen"), read(split, rejected, "rejected"), strict=True)
             targets[role] = np.empty(len(split.rows), object)
@@ -115,22 +122,25 @@ class _Encoding(Encoding):
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
         """Encode pairs. Where a prompt and its longer answer do not fit, both sequences lose the same part of the
-        prompt's beginning, down to half of `max_length`, then their ends.
+        prompt behind its system message, down to half of `max_length`, then their ends.
         """
         talks = bool(rows["prompt"]) and not isinstance(rows["prompt"][0], str)
-        features: dict[str, list[Any]] = {"input_ids": [], "prompt": []}
+        features: dict[str, list[Any]] = {"input_ids": [], "prompt": [], HEAD: []}
         if targets is not None:
             features |= {"labels": [], "chosen": []}
+        lost: Counter[str] = Counter()
         truncated = 0
-        for whole in (_conversations if talks else _texts)(list(rows["prompt"]), targets, coding):
-            sequences, cut = _fitted(whole, coding.max_length)
-            truncated += cut
+        for whole in (_conversations if talks else _texts)(rows, targets, coding):
+            sequences, parts = _fitted(whole, coding.max_length)
+            truncated += bool(parts)
+            lost.update(parts)
             features["input_ids"].append([token for sequence in sequences for token in sequence.ids])
             features["prompt"].append(sequences[0].prompt)
+            features[HEAD].append(sequences[0].head)
             if targets is not None:
                 features["labels"].append([label for sequence in sequences for label in sequence.labels])
                 features["chosen"].append(len(sequences[0].ids))
-        return Encoded(features, truncated=truncated)
+        return Encoded(features, truncated=truncated, lost=lost)
 
     def widths(self, prepared: PreparedData, role: str) -> NDArray[np.int64]:
         """Return the widths: both sequences of a pair are padded to the longer one."""
@@ -227,8 +237,8 @@ class _Description(DecoderDescription):
         """Describe use by the pipeline."""
         return Card(
             use='print(model("Tell me more.", max_new_tokens=64)[0]["generated_text"])',
-            long_rows=f"Where prompt and answer exceed {facts.max_length} tokens, the beginning of the prompt was cut "
-            "off.",
+            long_rows=f"Where prompt and answer exceed {facts.max_length} tokens, the oldest messages, or the "
+            "beginning of the prompt, were left out.",
             counted="rows",
             baseline="nothing",
             tag="text-generation",
@@ -302,6 +312,10 @@ class _Sequence:
     ids: list[int]
     prompt: int
     """Number of tokens of the prompt."""
+    head: int
+    """Tokens at the beginning of the prompt that it keeps wherever it is cut."""
+    cut: Callable[[int], Cut]
+    """Cut of the prompt by a number of tokens."""
 
     @property
     def labels(self) -> list[int]:
@@ -310,33 +324,63 @@ class _Sequence:
         return [NOT_LEARNT] * len(self.ids[:given]) + self.ids[given:]
 
 
-def _texts(given: list[str], targets: NDArray[Any] | None, coding: Coding) -> Iterator[list[_Sequence]]:
+def _texts(
+    rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding
+) -> Iterator[list[_Sequence]]:
     """Yield each row's sequences with the chosen and with the rejected answer, or the prompt."""
-    prompt_ids = prompts(coding, given)
+    tokenizer, prompt_ids = coding.tokenizer, prompts(coding, list(rows["prompt"]))
     if targets is None:
-        yield from ([_Sequence(ids or [coding.tokenizer.pad_token_id], len(ids))] for ids in prompt_ids)
-        return
-    answers = [completions(coding, [pair[at] for pair in targets]) for at in range(len(_ANSWERS))]
+        answers: list[list[list[int]]] = [[[]] * len(prompt_ids)]
+    else:
+        answers = [completions(coding, [pair[at] for pair in targets]) for at in range(len(_ANSWERS))]
     for ids, *pair in zip(prompt_ids, *answers, strict=True):
-        yield [_Sequence([*ids, *answer], len(ids)) for answer in pair]
+        head, cut = leading_special(tokenizer, ids), partial(prompt_cut, tokenizer, ids, prompt=len(ids))
+        wholes = [[*ids, *answer] or [tokenizer.pad_token_id] for answer in pair]
+        yield [_Sequence(whole, len(ids), head, cut) for whole in wholes]
 
 
-def _conversations(given: list[Any], targets: NDArray[Any] | None, coding: Coding) -> Iterator[list[_Sequence]]:
+def _conversations(
+    rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding
+) -> Iterator[list[_Sequence]]:
     """Yield the same by the chat template."""
-    require_template(coding.tokenizer)
-    for row, messages in enumerate(given):
+    tokenizer = coding.tokenizer
+    require_template(tokenizer)
+    for row, talk in enumerate(conversations(rows, "prompt")):
         pair = [[]] if targets is None else [[reply] for reply in targets[row]]
-        turns = [conversation(coding.tokenizer, [*messages, *reply], learnt=bool(reply)) for reply in pair]
-        yield [_Sequence(turn.ids or [coding.tokenizer.pad_token_id], turn.prompt) for turn in turns]
+        turns = [tokens_of(tokenizer, talk.followed_by(reply), learnt=bool(reply)) for reply in pair]
+        yield [
+            _Sequence(
+                turn.ids or [tokenizer.pad_token_id],
+                turn.prompt,
+                head_of(tokenizer, turn),
+                partial(talk_cut, tokenizer, turn),
+            )
+            for turn in turns
+        ]
 
 
-def _fitted(sequences: Sequence[_Sequence], room: int) -> tuple[list[_Sequence], bool]:
-    """Cut to at most `room` tokens each, and return True if any were cut off. Both keep the same end of the prompt:
-    both answer one prompt.
+def _fitted(sequences: Sequence[_Sequence], room: int) -> tuple[list[_Sequence], tuple[str, ...]]:
+    """Cut to at most `room` tokens each, and return the names of what is left out. Both lose the same part of the
+    prompt: both answer one prompt.
     """
     over = max(0, max(len(sequence.ids) for sequence in sequences) - room)
     drop = min(over, max(0, min(sequence.prompt for sequence in sequences) - room // 2))
-    return [_Sequence(sequence.ids[drop : drop + room], sequence.prompt - drop) for sequence in sequences], over > 0
+    lost: list[str] = []
+    if drop:
+        made = sequences[0].cut(drop)
+        lost.append(made.lost)
+        sequences = [
+            replace(
+                sequence,
+                ids=made.of(sequence.ids),
+                prompt=sequence.prompt - made.size,
+                head=min(sequence.head, made.start),
+            )
+            for sequence in sequences
+        ]
+    if any(len(sequence.ids) > room for sequence in sequences):
+        lost.append(END)
+    return [replace(sequence, ids=sequence.ids[:room]) for sequence in sequences], tuple(lost)
 
 
 # --------------------------------------------------------------------------------------------------------------- checks
@@ -345,11 +389,11 @@ def _fitted(sequences: Sequence[_Sequence], room: int) -> tuple[list[_Sequence],
 def _replies(split: RawSplit, column: str, role: str) -> list[Mapping[str, Any]]:
     """Return the message of each row's answer; raise StageError DATA for the first answer that is not one message."""
     path = f"dataset.columns.{role}"
-    values = split.table[column]
-    refuse_not_messages(split, path, column, values)
-    replies = values.to_pylist()
+    refuse_not_messages(split, path, column)
+    cells = split.table[column].to_pylist()
+    replies = [messages_of(cell) for cell in cells]
     for row, messages in enumerate(replies):
         if len(messages) != 1 or messages[0]["role"] != ASSISTANT:
             rule = f"after a conversation an answer is one message with role {ASSISTANT}"
-            raise row_error("NotOneReply", split, row, path, column, messages, rule)
+            raise row_error("NotOneReply", split, row, path, column, cells[row], rule)
     return [messages[0] for messages in replies]

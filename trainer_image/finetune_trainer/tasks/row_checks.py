@@ -15,6 +15,15 @@ from finetune_contract.data_settings import Columns
 from finetune_contract.layout import FailureClass
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
+from finetune_trainer.tasks.conversations import (
+    ARGUMENTS,
+    BESIDE,
+    TOOLS,
+    ConversationError,
+    arguments_of,
+    messages_of,
+    tools_of,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -105,22 +114,30 @@ def refuse_not_text(split: RawSplit, path: str, column: str, values: pa.ChunkedA
         raise row_error("NullText", split, row, path, column, None, f"a row needs its {role}")
 
 
-def refuse_not_messages(split: RawSplit, path: str, column: str, values: pa.ChunkedArray) -> None:
-    """Raise StageError DATA for a column that is no list of {role, content}, or for its first row without one."""
-    kind = values.type
-    fields = {field.name for field in kind.value_type} if is_list(kind) and pa.types.is_struct(kind.value_type) else ()
-    if not {"role", "content"} <= set(fields):
-        rule = f"the column is of type {kind}, not a list of messages with role and content"
+def is_json(kind: pa.DataType) -> bool:
+    """Return whether it is Arrow's type of JSON, in which conversations are kept."""
+    return isinstance(kind, pa.JsonType)
+
+
+def refuse_not_messages(split: RawSplit, path: str, column: str) -> None:
+    """Raise StageError DATA for the first row whose column holds no conversation, or whose tools are none."""
+    table = split.table
+    values = table[column]
+    if not (is_json(values.type) or is_text(values.type) or pa.types.is_null(values.type)):
+        rule = f"the column is of type {values.type}, not a list of messages with role and content"
         raise row_error("NotMessages", split, 0, path, column, values[0].as_py(), rule)
-    empty = pc.fill_null(pc.equal(pc.list_value_length(values), 0), True)
-    if pc.any(empty).as_py():
-        row = pc.index(empty, True).as_py()
-        raise row_error("NoMessages", split, row, path, column, values[row].as_py(), "a conversation needs messages")
-    roles = pc.struct_field(pc.list_flatten(values), "role")
-    if roles.null_count:
-        rows = values.to_pylist()
-        row = next(at for at, messages in enumerate(rows) if any(message["role"] is None for message in messages))
-        raise row_error("NoRole", split, row, path, column, rows[row], "each message needs its role")
+    read = {column: messages_of, TOOLS: tools_of, ARGUMENTS: arguments_of}
+    for name, reader in read.items():
+        for row, cell in enumerate(table[name].to_pylist() if name in table.column_names else ()):
+            try:
+                reader(cell)
+            except ConversationError as fault:
+                raise row_error(fault.reason, split, row, path, name, cell, str(fault)) from fault
+
+
+def beside_needs(setting: str) -> tuple[ColumnNeed, ...]:
+    """Return the columns that are read beside a conversation where the data have them."""
+    return tuple(ColumnNeed(f"{setting}.columns.{name}", name, required=False, nested=True) for name in BESIDE)
 
 
 def wanted_texts(split: RawSplit, column: str, role: str = "target") -> NDArray[Any]:

@@ -89,6 +89,8 @@ class Encoded:
     """Number of rows that lost text."""
     learnt: int | None = None
     """Number of items of the loss, where there are targets; None: as many as features."""
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """Part of a row that was left out -> number of rows that lost it; empty for tasks that do not say."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,10 @@ class Encoding(Protocol):
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
         """Encode rows (keyed as `inputs`), and their targets where they are known."""
+
+    def remarks(self, columns: Columns, coding: Coding) -> tuple[str, ...]:
+        """Return sentences for people on how the tokenizer suits the task."""
+        return ()
 
     def in_windows(self, columns: Columns) -> bool:
         """Return `windows`, for tasks whose columns do not matter; `columns`: those of the job's data set."""

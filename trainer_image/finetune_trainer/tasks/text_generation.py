@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -25,11 +26,14 @@ from finetune_trainer.core.token_shards import FOLLOWING, LABELS, NOT_LEARNT
 from finetune_trainer.data.packing import SIZES
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.tasks import heads
-from finetune_trainer.tasks.conversations import ASSISTANT, conversation, require_template
+from finetune_trainer.tasks.chat_template import reply_note, require_template, tokens_of
+from finetune_trainer.tasks.conversations import ASSISTANT, BESIDE, conversations, messages_of
 from finetune_trainer.tasks.encoding import completions, plain_ids, prompts
 from finetune_trainer.tasks.language import DecoderDescription, DecoderHead, LanguageEncoding, LanguageScoring
 from finetune_trainer.tasks.padding import padded
+from finetune_trainer.tasks.prompt_cuts import END, Cut, head_of, leading_special, prompt_cut, talk_cut
 from finetune_trainer.tasks.row_checks import (
+    beside_needs,
     not_set,
     refuse_not_messages,
     refuse_not_text,
@@ -38,7 +42,7 @@ from finetune_trainer.tasks.row_checks import (
     wanted_texts,
 )
 from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, Labels, Targets, TaskParts
-from finetune_trainer.tasks.writing import DecoderWriter, logits_at, token_nlls
+from finetune_trainer.tasks.writing import HEAD, DecoderWriter, logits_at, token_nlls
 
 if TYPE_CHECKING:
     import torch
@@ -81,24 +85,26 @@ class _Encoding(LanguageEncoding):
                 f"{setting}.columns names {', '.join(named)}; {_READS}.",
                 "Name the columns of one form.",
             )
-        return tuple(
-            ColumnNeed(f"{setting}.columns.{name}", column, required=labelled or name != "target")
+        needs = tuple(
+            ColumnNeed(f"{setting}.columns.{name}", column, labelled or name != "target", nested=name == "messages")
             for name, column in named.items()
         )
+        return (*needs, *beside_needs(setting)) if columns.messages is not None else needs
 
     def inputs(self, columns: Columns) -> dict[str, str]:
-        """Return `text`, `source` or `messages`."""
+        """Return `text`, `source`, or `messages` with the columns of `BESIDE`."""
         named = {"text": columns.text, "source": columns.source, "messages": columns.messages}
-        return {role: name for role, name in named.items() if name is not None}
+        beside = dict(zip(BESIDE, BESIDE, strict=True)) if columns.messages is not None else {}
+        return {role: name for role, name in named.items() if name is not None} | beside
 
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
         """Check that texts are text, that messages have a role and a content each, and that none is missing."""
         table = split.table
+        if columns.messages is not None:
+            refuse_not_messages(split, f"{setting}.columns.messages", columns.messages)
+            return
         for role, name in self.inputs(columns).items():
-            if role == "messages":
-                refuse_not_messages(split, f"{setting}.columns.messages", name, table[name])
-            else:
-                refuse_not_text(split, f"{setting}.columns.{role}", name, table[name])
+            refuse_not_text(split, f"{setting}.columns.{role}", name, table[name])
 
     def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
         """Return the continuation of prompts; for texts and conversations True for each learnt row."""
@@ -108,12 +114,13 @@ class _Encoding(LanguageEncoding):
             if columns.text is not None:
                 targets[role] = np.ones(count, bool)
             elif columns.messages is not None:
-                replied = [_replied(messages) for messages in split.table[columns.messages].to_pylist()]
+                cells = split.table[columns.messages].to_pylist()
+                replied = [messages_of(cell)[-1]["role"] == ASSISTANT for cell in cells]
                 if all(replied):
                     targets[role] = np.ones(count, bool)
                 elif role != "test":
                     row = replied.index(False)
-                    path, value = "dataset.columns.messages", split.rows[row][columns.messages]
+                    path, value = "dataset.columns.messages", cells[row]
                     rule = "a conversation to learn from ends with a message of the role assistant"
                     raise row_error("NoReply", split, row, path, columns.messages, value, rule)
             elif columns.target in split.rows.column_names:
@@ -122,20 +129,26 @@ class _Encoding(LanguageEncoding):
         return Targets(of=targets)
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
-        """Encode texts as windows; a prompt or a conversation that does not fit loses its beginning, down to half of a
-        feature, then its end.
+        """Encode texts as windows; of a prompt or a conversation that does not fit, tokens behind the system message
+        are left out, down to half of a feature, then its end.
         """
         features: dict[str, list[Any]] = {"input_ids": [], "prompt": []}
+        if "text" not in rows or targets is None:
+            features[HEAD] = []
         if targets is not None:
             features["labels"] = []
         of_row: list[int] = []
+        lost: Counter[str] = Counter()
         truncated = 0
         for row, tokens in enumerate(_tokens(rows, targets, coding)):
-            truncated += tokens.cut
+            truncated += bool(tokens.lost)
+            lost.update(tokens.lost)
             for start, end, fresh in tokens.windows:
                 ids = tokens.ids[start:end]
                 features["input_ids"].append(ids)
                 features["prompt"].append(min(tokens.prompt - start, len(ids)))
+                if HEAD in features:
+                    features[HEAD].append(tokens.head)
                 if targets is not None:
                     learnt = tokens.learnt[start:end]
                     features["labels"].append(
@@ -146,7 +159,11 @@ class _Encoding(LanguageEncoding):
                     )
                 of_row.append(row)
         learnt = sum(label != NOT_LEARNT for labels in features.get("labels", ()) for label in labels)
-        return Encoded(features, rows=of_row, truncated=truncated, learnt=learnt)
+        return Encoded(features, rows=of_row, truncated=truncated, learnt=learnt, lost=lost)
+
+    def remarks(self, columns: Columns, coding: Coding) -> tuple[str, ...]:
+        """Return a note on a chat template that puts no token behind a reply."""
+        return () if columns.messages is None else reply_note(coding.tokenizer)
 
     def in_windows(self, columns: Columns) -> bool:
         """Return True for texts; of prompts and conversations the beginning is lost."""
@@ -211,7 +228,8 @@ class _Description(DecoderDescription):
         kept = (
             f"Longer texts were cut into windows of {facts.max_length} tokens that overlap."
             if job.dataset is not None and job.dataset.columns.text is not None
-            else f"In rows of more than {facts.max_length} tokens the beginning of the prompt was cut off."
+            else f"In rows of more than {facts.max_length} tokens the oldest messages, or the beginning of the prompt, "
+            "were left out."
         )
         return Card(
             use=f'print(model({example}, max_new_tokens=64)[0]["generated_text"])',
@@ -237,19 +255,22 @@ class _Tokens:
     prompt: int
     windows: Sequence[tuple[int, int, int]]
     """First and last token (exclusive) of each feature, and how many of its first tokens the one before has learnt."""
-    cut: bool = False
+    lost: tuple[str, ...] = ()
+    """Names of the parts that were left out."""
+    head: int = 0
+    """Tokens at the beginning that a prompt keeps wherever it is cut."""
 
 
 def _tokens(rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Iterator[_Tokens]:
-    if "text" in rows:
+    if "text" in rows and targets is not None:
         return _texts(list(rows["text"]), coding)
-    if "source" in rows:
-        return _completions(list(rows["source"]), targets, coding)
-    return _conversations(rows["messages"], coding, learnt=targets is not None)
+    if "messages" not in rows:
+        return _completions(list(rows["text" if "text" in rows else "source"]), targets, coding)
+    return _conversations(rows, coding, learnt=targets is not None)
 
 
 def _texts(texts: list[str], coding: Coding) -> Iterator[_Tokens]:
-    """Encode whole texts with the end token, in windows. For writing, the end token is left out."""
+    """Encode whole texts with the end token, in windows."""
     end = coding.tokenizer.eos_token_id
     for ids in plain_ids(coding, texts, special=True):
         known = ids[:-1] if ids and ids[-1] == end else ids
@@ -272,26 +293,41 @@ def _completions(sources: list[str], targets: NDArray[Any] | None, coding: Codin
     given = prompts(coding, sources)
     wanted = [[]] * len(given) if targets is None else completions(coding, targets.tolist())
     for prompt, follows in zip(given, wanted, strict=True):
-        yield _fitted([*prompt, *follows], [False] * len(prompt) + [True] * len(follows), len(prompt), coding)
+        ids = [*prompt, *follows]
+        cut = partial(prompt_cut, coding.tokenizer, ids, prompt=len(prompt))
+        head = leading_special(coding.tokenizer, prompt)
+        yield _fitted(ids, [False] * len(prompt) + [True] * len(follows), len(prompt), head, cut, coding)
 
 
-def _conversations(rows: Sequence[Any], coding: Coding, *, learnt: bool) -> Iterator[_Tokens]:
+def _conversations(rows: Mapping[str, Sequence[Any]], coding: Coding, *, learnt: bool) -> Iterator[_Tokens]:
     """Encode by the chat template, whose special tokens are the only ones."""
     require_template(coding.tokenizer)
-    for messages in rows:
-        turns = conversation(coding.tokenizer, messages, learnt=learnt)
-        yield _fitted(turns.ids, turns.replied, turns.prompt, coding)
+    for talk in conversations(rows, "messages"):
+        tokens = tokens_of(coding.tokenizer, talk, learnt=learnt)
+        head = head_of(coding.tokenizer, tokens)
+        cut = partial(talk_cut, coding.tokenizer, tokens)
+        yield _fitted(tokens.ids, tokens.replied, tokens.prompt, head, cut, coding)
 
 
-def _fitted(ids: list[int], learnt: list[bool], prompt: int, coding: Coding) -> _Tokens:
-    """Return one feature of at most `max_length` tokens; the prompt keeps its end, and at least half of it."""
+def _fitted(
+    ids: list[int], learnt: list[bool], prompt: int, head: int, cut: Callable[[int], Cut], coding: Coding
+) -> _Tokens:
+    """Return one feature of at most `max_length` tokens; the prompt keeps at least half of it. `cut`: the cut of a
+    prompt by a number of tokens.
+    """
     room = coding.max_length
     if not ids:
         ids, learnt = [coding.tokenizer.pad_token_id], [False]
-    over = max(0, len(ids) - room)
-    drop = min(over, max(0, prompt - room // 2))
-    kept = ids[drop : drop + room]
-    return _Tokens(kept, learnt[drop : drop + room], prompt - drop, [(0, len(kept), 0)], cut=over > 0)
+    lost: list[str] = []
+    drop = min(max(0, len(ids) - room), max(0, prompt - room // 2))
+    if drop:
+        made = cut(drop)
+        ids, learnt, prompt, head = made.of(ids), made.of(learnt), prompt - made.size, min(head, made.start)
+        lost.append(made.lost)
+    if len(ids) > room:
+        ids, learnt = ids[:room], learnt[:room]
+        lost.append(END)
+    return _Tokens(ids, learnt, prompt, [(0, len(ids), 0)], tuple(lost), head)
 
 
 def _positions(sizes: Sequence[Sequence[int]], width: int) -> torch.Tensor:
@@ -306,10 +342,6 @@ def _positions(sizes: Sequence[Sequence[int]], width: int) -> torch.Tensor:
 
 
 # --------------------------------------------------------------------------------------------------------------- checks
-
-
-def _replied(messages: Sequence[Mapping[str, Any]]) -> bool:
-    return bool(messages[-1]["role"] == ASSISTANT)
 
 
 def _refuse_mixing(job: TrainerJob, model: PreTrainedModel) -> None:

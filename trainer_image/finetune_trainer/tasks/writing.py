@@ -18,6 +18,8 @@ from finetune_contract.plans import JUDGED_LOGITS, REQUESTED_LOGITS
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.token_shards import NOT_LEARNT
 from finetune_trainer.models.loading import position_limit
+from finetune_trainer.tasks.chat_template import reply_end
+from finetune_trainer.tasks.prompt_cuts import leading_special
 from finetune_trainer.tasks.task_protocol import Answer, Feature
 
 if TYPE_CHECKING:
@@ -31,6 +33,10 @@ WRITTEN = "generated_text"
 """Column of predictions, by its name in pipelines of transformers; and its key in an answer."""
 TOKENS = "generated_tokens"
 """Key of the number of tokens of a generated text, without special ones, in an answer and in figures of a stage."""
+
+
+HEAD = "head"
+"""Column of features: tokens at the beginning of a prompt that it keeps wherever it is cut."""
 
 
 class Watch(Protocol):
@@ -66,9 +72,12 @@ def search(generation: Generation) -> dict[str, Any]:
 
 
 def ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that end generation: the model's own, and the tokenizer's, with which training rows end."""
+    """Return the tokens that end generation: the model's own, and those with which training rows end: the tokenizer's,
+    and the one that its chat template puts behind a reply.
+    """
     model_ends = getattr(model.generation_config, "eos_token_id", None)
-    tokens = {*(model_ends if isinstance(model_ends, list) else [model_ends]), tokenizer.eos_token_id}
+    learnt = (tokenizer.eos_token_id, reply_end(tokenizer))
+    tokens = {*(model_ends if isinstance(model_ends, list) else [model_ends]), *learnt}
     return sorted(token for token in tokens if isinstance(token, int))
 
 
@@ -89,12 +98,12 @@ class DecoderWriter:
         generation: Generation,
     ) -> list[Answer]:
         """Pad prompts on the left, so that all of them end where generation begins; a prompt that leaves too few of the
-        model's positions loses its beginning.
+        model's positions loses tokens behind its begin token and its system message.
         """
         import torch
 
         most = _prompt_limit(model, generation)
-        prompts = [np.asarray(feature["input_ids"][: int(feature["prompt"])])[-most:] for feature in features]
+        prompts = [_shortened(feature, most, tokenizer) for feature in features]
         longest = max(1, *(len(prompt) for prompt in prompts))
         ids = np.full((len(prompts), longest), padding_token(tokenizer), np.int64)
         mask = np.zeros_like(ids)
@@ -103,6 +112,15 @@ class DecoderWriter:
             mask[row, longest - len(prompt) :] = 1
         batch = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
         return texts(tokenizer, generated(model, tokenizer, batch, generation)[:, longest:])
+
+
+def _shortened(feature: Feature, most: int, tokenizer: PreTrainedTokenizerBase) -> NDArray[Any]:
+    """Return at most `most` tokens of a feature's prompt: its head, but at most half, and its end."""
+    prompt = np.asarray(feature["input_ids"][: int(feature["prompt"])])
+    if len(prompt) <= most:
+        return prompt
+    head = min(int(feature.get(HEAD, leading_special(tokenizer, prompt.tolist()))), most // 2)
+    return np.concatenate([prompt[:head], prompt[len(prompt) - (most - head) :]])
 
 
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -1,0 +1,226 @@
+"""Conversations as tokens, by the tokenizer's chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import jinja2
+
+from finetune_contract.layout import FailureClass
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.tasks.conversations import ASSISTANT, Conversation, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Turns:
+    """A conversation rendered by the template."""
+
+    text: str
+    replies: tuple[tuple[int, int], ...]
+    """First and last character (exclusive) of each assistant reply, the end of its turn included."""
+
+
+@dataclass(frozen=True)
+class TalkTokens:
+    """A conversation as tokens."""
+
+    ids: list[int]
+    replied: list[bool]
+    """True for each token of a reply."""
+    prompt: int
+    """Tokens before the last reply; all tokens where it is still to be written."""
+    offsets: Sequence[tuple[int, int]]
+    """First and last character (exclusive) of each token."""
+    talk: Conversation
+    text: str
+
+
+def tokens_of(tokenizer: PreTrainedTokenizerBase, talk: Conversation, *, learnt: bool) -> TalkTokens:
+    """Encode the whole conversation for training (`learnt`), else the part before the reply that is to be written.
+    Raise StageError DATA for one that the template does not accept.
+    """
+    try:
+        turns = (with_replies if learnt else prompt_turns)(tokenizer, talk)
+    except (ValueError, TypeError, jinja2.TemplateError) as error:
+        raise StageError(
+            FailureClass.DATA,
+            "ConversationRefused",
+            f"A conversation that begins with {str(talk.messages[0])[:80]!r} does not fit the model's chat template: "
+            f"{error}.",
+            "Correct its messages (roles, their order), or use a model with another template.",
+        ) from error
+    tokens = tokenizer(
+        turns.text,
+        add_special_tokens=False,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        verbose=False,
+    )
+    ids, offsets = tokens["input_ids"], tokens["offset_mapping"]
+    inside = [any(first <= start < last for first, last in turns.replies) for start, _ in offsets]
+    prompt = len(ids)
+    if turns.replies:
+        prompt = next((at for at, (start, _) in enumerate(offsets) if start >= turns.replies[-1][0]), len(ids))
+    return TalkTokens(ids, inside, prompt, offsets, talk, turns.text)
+
+
+def with_replies(tokenizer: PreTrainedTokenizerBase, talk: Conversation) -> Turns:
+    """Render the whole conversation. Raise ValueError when the template renders earlier turns differently once later
+    ones follow: the limits of replies would be unknown.
+    """
+    text, replies = _render(tokenizer, talk), []
+    for at, message in enumerate(talk.messages):
+        if message["role"] != ASSISTANT:
+            continue
+        before = _render(tokenizer, talk.before(at), reply=True)
+        until = _render(tokenizer, talk.before(at + 1))
+        if not (text.startswith(before) and text.startswith(until) and len(before) < len(until)):
+            raise ValueError(
+                f"the chat template writes message {at + 1} in another way when messages follow it; "
+                "give each reply a row of its own, with the messages before it"
+            )
+        replies.append((len(before), len(until)))
+    return Turns(text, tuple(replies))
+
+
+def prompt_turns(tokenizer: PreTrainedTokenizerBase, talk: Conversation) -> Turns:
+    """Render the part before the reply that is to be written; replies that end the conversation are left out."""
+    end = len(talk.messages)
+    while end and talk.messages[end - 1]["role"] == ASSISTANT:
+        end -= 1
+    return Turns(_render(tokenizer, talk.before(end), reply=True), ())
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, talk: Conversation, *, reply: bool = False) -> str:
+    if not talk.messages:
+        return ""
+    messages = [_as_expected(tokenizer, message) for message in talk.messages]
+    tools = list(talk.tools) or None
+    return str(
+        tokenizer.apply_chat_template(
+            cast(Any, messages), tools=tools, tokenize=False, add_generation_prompt=reply, **talk.arguments
+        )
+    )
+
+
+def rendered_prefix(tokenizer: PreTrainedTokenizerBase, talk: Conversation, end: int) -> str | None:
+    """Render the first messages; None for a template that does not accept them without the others."""
+    try:
+        return _render(tokenizer, talk.before(end))
+    except (ValueError, TypeError, jinja2.TemplateError):
+        return None
+
+
+def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise StageError MODEL for a tokenizer without a chat template."""
+    if not tokenizer.chat_template:
+        raise StageError(
+            FailureClass.MODEL,
+            "NoChatTemplate",
+            "The rows are conversations, and the model's tokenizer has no chat template.",
+            "Use a model that was trained for conversations, or rows of plain text.",
+        )
+
+
+# ----------------------------------------------------------------------------------------------- arguments of functions
+
+_PROBE = {"probe_name": "probe_value"}
+_PROBE_TEXT = '{"probe_name":"probe_value"}'
+
+
+def _as_expected(tokenizer: PreTrainedTokenizerBase, message: Message) -> dict[str, Any]:
+    """Return the message with the arguments of its calls as the template expects them: as text, or as an object."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return dict(message)
+    texts, objects = _accepted(tokenizer)
+
+    def call(given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        if isinstance(given.get("function"), dict):
+            return {**given, "function": call(given["function"])}
+        arguments = given.get("arguments")
+        if isinstance(arguments, str) and objects and not texts:
+            try:
+                return {**given, "arguments": json.loads(arguments)}
+            except ValueError as error:
+                raise ValueError(f"the arguments of a call are {arguments[:60]!r}, which is not JSON") from error
+        if isinstance(arguments, dict | list) and texts and not objects:
+            return {**given, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        return given
+
+    return {**message, "tool_calls": [call(given) for given in calls]}
+
+
+def _accepted(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]:
+    """Return whether the template writes arguments of calls well that are text, and that are an object."""
+    template = tokenizer.chat_template
+    key = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    if key not in _ACCEPTED:
+        _ACCEPTED[key] = (
+            _PROBE_TEXT in _probed(tokenizer, _PROBE_TEXT),
+            json.dumps(_PROBE) in _probed(tokenizer, _PROBE).replace('":"', '": "'),
+        )
+    return _ACCEPTED[key]
+
+
+_ACCEPTED: dict[str, tuple[bool, bool]] = {}
+"""Chat template -> the answer of `_accepted`."""
+
+
+def _probed(tokenizer: PreTrainedTokenizerBase, arguments: Any) -> str:
+    function = {"name": "probe", "arguments": arguments}
+    call = {"id": "probe0000", "type": "function", "function": function}
+    messages: Any = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "", "tool_calls": [call]}]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except (ValueError, TypeError, jinja2.TemplateError):
+        return ""
+
+
+# ------------------------------------------------------------------------------------------------------ ends of replies
+
+
+def reply_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the special token that the chat template puts behind a reply; None: it puts none there."""
+    template = tokenizer.chat_template
+    if not template:
+        return None
+    key = json.dumps([template, str(tokenizer.eos_token)], sort_keys=True)
+    if key not in _ENDS:
+        _ENDS[key] = _behind(tokenizer)
+    added = _ENDS[key]
+    found = None if added is None else tokenizer.convert_tokens_to_ids(added)
+    return found if isinstance(found, int) else None
+
+
+_ENDS: dict[str, str | None] = {}
+"""Chat template and end token -> the token of `reply_end`."""
+
+
+def _behind(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    talk = Conversation(({"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}))
+    try:
+        before, text = _render(tokenizer, talk.before(1), reply=True), _render(tokenizer, talk)
+    except (ValueError, TypeError, jinja2.TemplateError):
+        return None
+    _, _, behind = text.removeprefix(before).partition("b")
+    added = sorted(map(str, {**tokenizer.get_added_vocab(), **dict.fromkeys(tokenizer.all_special_tokens)}), key=len)
+    return next((token for token in reversed(added) if token and behind.lstrip().startswith(token)), None)
+
+
+def reply_note(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Return a note if the chat template puts no token behind a reply."""
+    if reply_end(tokenizer) is not None:
+        return ()
+    return (
+        "The model's chat template puts no special token behind a reply: the model does not learn where a reply ends, "
+        "and writes up to generation.maxNewTokens tokens.",
+    )
