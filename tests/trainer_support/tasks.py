@@ -300,3 +300,26 @@ def write_encoder_decoder(folder: Path, family: str = "t5", words: Sequence[str]
 
 
 BART_SIZES = {"layers": 2, "attention_heads": 4, "ffn_dim": 96}
+
+
+def byte_tokenizer(template: str, special: Sequence[str], *, end: str, begin: str | None = None) -> Any:
+    """Return a fast tokenizer with a token for each byte and for each text of `special`, and a chat template. `begin`:
+    the token that it puts before each text.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: at for at, token in enumerate([*special, *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if begin is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, vocabulary[begin])]
+        )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=end, pad_token=end, bos_token=begin, additional_special_tokens=[*special]
+    )
+    fast.chat_template = template
+    return fast

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -35,8 +36,8 @@ class TalkTokens:
     """True for each token of a reply."""
     prompt: int
     """Tokens before the last reply; all tokens where it is still to be written."""
-    offsets: Sequence[tuple[int, int]]
-    """First and last character (exclusive) of each token."""
+    starts: Sequence[int]
+    """First character of each token."""
     talk: Conversation
     text: str
 
@@ -63,11 +64,12 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, talk: Conversation, *, learnt:
         verbose=False,
     )
     ids, offsets = tokens["input_ids"], tokens["offset_mapping"]
-    inside = [any(first <= start < last for first, last in turns.replies) for start, _ in offsets]
-    prompt = len(ids)
-    if turns.replies:
-        prompt = next((at for at, (start, _) in enumerate(offsets) if start >= turns.replies[-1][0]), len(ids))
-    return TalkTokens(ids, inside, prompt, offsets, talk, turns.text)
+    starts = [start for start, _ in offsets]
+    replied, prompt = [False] * len(ids), len(ids)
+    for first, last in turns.replies:
+        prompt, end = bisect_left(starts, first), bisect_left(starts, last)
+        replied[prompt:end] = [True] * (end - prompt)
+    return TalkTokens(ids, replied, prompt, starts, talk, turns.text)
 
 
 def with_replies(tokenizer: PreTrainedTokenizerBase, talk: Conversation) -> Turns:
@@ -79,7 +81,7 @@ def with_replies(tokenizer: PreTrainedTokenizerBase, talk: Conversation) -> Turn
         if message["role"] != ASSISTANT:
             continue
         before = _render(tokenizer, talk.before(at), reply=True)
-        until = _render(tokenizer, talk.before(at + 1))
+        until = text if at + 1 == len(talk.messages) else _render(tokenizer, talk.before(at + 1))
         if not (text.startswith(before) and text.startswith(until) and len(before) < len(until)):
             raise ValueError(
                 f"the chat template writes message {at + 1} in another way when messages follow it; "

@@ -13,6 +13,8 @@ from functools import cache
 from itertools import repeat
 from typing import Any
 
+from finetune_trainer.data.file_formats import kind_of
+
 ASSISTANT = "assistant"
 SYSTEM_ROLES = ("system", "developer")
 _TOOLS = ("tool", "ipython", "function", "observation")
@@ -84,7 +86,9 @@ def _message(given: Message, number: int) -> Message:
         raise ConversationError("NoRole", f"message {number} needs its role, such as user")
     content = message.get("content")
     if content is None and not {"tool_calls", "function_call", "reasoning_content", "thinking"} & message.keys():
-        raise ConversationError("NoContent", f"message {number} has no content and calls no tool; an empty text has")
+        raise ConversationError(
+            "NoContent", f'message {number} has no content and calls no tool; an empty content is ""'
+        )
     if content is not None and not isinstance(content, str):
         message["content"] = _text(content, number, message["role"])
     return message
@@ -99,7 +103,7 @@ def _text(content: Any, number: int, role: str) -> str:
         return "".join(part["text"] for part in content)
     if role in _TOOLS:
         return json.dumps(content, ensure_ascii=False)
-    kind = "an object" if isinstance(content, dict) else f"a {type(content).__name__}"
+    kind = f"{'an' if isinstance(content, dict) else 'a'} {kind_of(content)}"
     raise ConversationError("NotText", f"message {number} has {kind} as content, which is text or a list of text parts")
 
 
@@ -135,10 +139,15 @@ def _own_arguments() -> frozenset[str]:
     return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
 
 
+def json_of(cell: Any) -> Any:
+    """Return the value of a cell that may be JSON text; None for an empty one."""
+    if isinstance(cell, str):
+        return json.loads(cell) if cell.strip() else None
+    return cell
+
+
 def _parsed(cell: Any, reason: str, form: str) -> Any:
-    if not isinstance(cell, str) or not cell.strip():
-        return None if isinstance(cell, str) else cell
     try:
-        return json.loads(cell)
+        return json_of(cell)
     except (ValueError, RecursionError) as error:
         raise ConversationError(reason, f"it is text that is not JSON ({error}); it should be {form}") from error

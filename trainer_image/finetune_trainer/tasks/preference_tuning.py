@@ -329,12 +329,13 @@ def _texts(
 ) -> Iterator[list[_Sequence]]:
     """Yield each row's sequences with the chosen and with the rejected answer, or the prompt."""
     tokenizer, prompt_ids = coding.tokenizer, prompts(coding, list(rows["prompt"]))
+    special = frozenset(tokenizer.all_special_ids)
     if targets is None:
         answers: list[list[list[int]]] = [[[]] * len(prompt_ids)]
     else:
         answers = [completions(coding, [pair[at] for pair in targets]) for at in range(len(_ANSWERS))]
     for ids, *pair in zip(prompt_ids, *answers, strict=True):
-        head, cut = leading_special(tokenizer, ids), partial(prompt_cut, tokenizer, ids, prompt=len(ids))
+        head, cut = leading_special(special, ids), partial(prompt_cut, tokenizer, ids, prompt=len(ids))
         wholes = [[*ids, *answer] or [tokenizer.pad_token_id] for answer in pair]
         yield [_Sequence(whole, len(ids), head, cut) for whole in wholes]
 
@@ -343,7 +344,7 @@ def _conversations(
     rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding
 ) -> Iterator[list[_Sequence]]:
     """Yield the same by the chat template."""
-    tokenizer = coding.tokenizer
+    tokenizer, special = coding.tokenizer, frozenset(coding.tokenizer.all_special_ids)
     require_template(tokenizer)
     for row, talk in enumerate(conversations(rows, "prompt")):
         pair = [[]] if targets is None else [[reply] for reply in targets[row]]
@@ -352,7 +353,7 @@ def _conversations(
             _Sequence(
                 turn.ids or [tokenizer.pad_token_id],
                 turn.prompt,
-                head_of(tokenizer, turn),
+                head_of(tokenizer, turn, special),
                 partial(talk_cut, tokenizer, turn),
             )
             for turn in turns

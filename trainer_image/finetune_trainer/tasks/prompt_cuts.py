@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,12 +41,14 @@ class Cut:
         return self.end - self.start - (self.again[1] - self.again[0])
 
 
-def head_of(tokenizer: PreTrainedTokenizerBase, tokens: TalkTokens) -> int:
-    """Return the number of tokens that a prompt keeps wherever it is cut: the begin token and the system message."""
+def head_of(tokenizer: PreTrainedTokenizerBase, tokens: TalkTokens, special: Collection[int]) -> int:
+    """Return the number of tokens that a prompt keeps wherever it is cut: the begin token and the system message.
+    `special`: the ids of special tokens.
+    """
     messages = tokens.talk.messages
     system = next((at for at, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), 0)
     if not system:
-        return leading_special(tokenizer, tokens.ids)
+        return leading_special(special, tokens.ids)
     given = json.dumps([messages[:system], tokens.talk.tools, tokens.talk.arguments])
     key = (str(tokenizer.chat_template), given)
     if key not in _SYSTEM_TEXTS:
@@ -54,8 +57,8 @@ def head_of(tokenizer: PreTrainedTokenizerBase, tokens: TalkTokens) -> int:
         _SYSTEM_TEXTS[key] = rendered_prefix(tokenizer, tokens.talk, system)
     before = _SYSTEM_TEXTS[key]
     if before is None or not tokens.text.startswith(before):
-        return leading_special(tokenizer, tokens.ids)
-    return next((at for at, (start, _) in enumerate(tokens.offsets) if start >= len(before)), len(tokens.ids))
+        return leading_special(special, tokens.ids)
+    return bisect_left(tokens.starts, len(before))
 
 
 _SYSTEM_TEXTS: dict[tuple[str, str], str | None] = {}
@@ -63,15 +66,14 @@ _SYSTEM_TEXTS: dict[tuple[str, str], str | None] = {}
 _MOST_SYSTEM_TEXTS = 1000
 
 
-def leading_special(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int:
+def leading_special(special: Collection[int], ids: Sequence[int]) -> int:
     """Return the number of special tokens with which a sequence begins, such as the begin token."""
-    special = frozenset(tokenizer.all_special_ids)
-    return next((at for at, token in enumerate(ids) if int(token) not in special), len(ids))
+    return next((at for at, token in enumerate(ids) if token not in special), len(ids))
 
 
 def prompt_cut(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], drop: int, prompt: int) -> Cut:
     """Return the cut of a prompt that is text, by `drop` tokens: behind its leading special tokens."""
-    head = min(leading_special(tokenizer, ids[:prompt]), max(0, prompt - drop))
+    head = min(leading_special(tokenizer.all_special_ids, ids[:prompt]), max(0, prompt - drop))
     return Cut(head, head + drop)
 
 
@@ -80,10 +82,9 @@ def talk_cut(tokenizer: PreTrainedTokenizerBase, tokens: TalkTokens, drop: int) 
     message, from the oldest; of the last one its beginning, but not its role.
     """
     keep = tokens.prompt - drop
-    starts = _message_starts(tokenizer, tokens)
+    messages, starts = tokens.talk.messages, _message_starts(tokenizer, tokens)
+    system = next((at for at, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), 0)
     if starts is not None:
-        messages = tokens.talk.messages
-        system = next((at for at, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), 0)
         asked = [at for at in range(system, len(starts)) if messages[at]["role"] == "user"]
         head = starts[system] if system < len(starts) else 0
         for at in asked:
@@ -96,7 +97,7 @@ def talk_cut(tokenizer: PreTrainedTokenizerBase, tokens: TalkTokens, drop: int) 
             end = tokens.prompt - (keep - head - role)
             return Cut(head, end, (starts[last], content), lost="the beginning of the last message")
     plain = prompt_cut(tokenizer, tokens.ids, drop, tokens.prompt)
-    return replace(plain, lost="the system message and the beginning of the prompt")
+    return replace(plain, lost="the system message and the beginning of the prompt") if system else plain
 
 
 _LEAST = 8
@@ -110,7 +111,7 @@ def _message_starts(tokenizer: PreTrainedTokenizerBase, tokens: TalkTokens) -> l
         before = rendered_prefix(tokenizer, tokens.talk, at) if at else _preface(tokenizer, tokens)
         if before is None or not tokens.text.startswith(before):
             return None
-        first = next((i for i, (start, _) in enumerate(tokens.offsets) if start >= len(before)), len(tokens.ids))
+        first = bisect_left(tokens.starts, len(before))
         if first >= tokens.prompt:
             break
         starts.append(first)
@@ -133,7 +134,7 @@ def _preface(tokenizer: PreTrainedTokenizerBase, tokens: TalkTokens) -> str:
 def _content_start(tokens: TalkTokens, starts: Sequence[int], at: int) -> int | None:
     """Return the first token of a message's content."""
     content = str(tokens.talk.messages[at].get("content") or "").strip()
-    found = tokens.text.find(content, tokens.offsets[starts[at]][0]) if content else -1
+    found = tokens.text.find(content, tokens.starts[starts[at]]) if content else -1
     if found < 0:
         return None
-    return next((i for i in range(starts[at], tokens.prompt) if tokens.offsets[i][1] > found), None)
+    return bisect_right(tokens.starts, found) - 1

@@ -27,7 +27,7 @@ from finetune_trainer.data.packing import SIZES
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.chat_template import reply_note, require_template, tokens_of
-from finetune_trainer.tasks.conversations import ASSISTANT, BESIDE, conversations, messages_of
+from finetune_trainer.tasks.conversations import ASSISTANT, BESIDE, conversations, json_of
 from finetune_trainer.tasks.encoding import completions, plain_ids, prompts
 from finetune_trainer.tasks.language import DecoderDescription, DecoderHead, LanguageEncoding, LanguageScoring
 from finetune_trainer.tasks.padding import padded
@@ -115,7 +115,7 @@ class _Encoding(LanguageEncoding):
                 targets[role] = np.ones(count, bool)
             elif columns.messages is not None:
                 cells = split.table[columns.messages].to_pylist()
-                replied = [messages_of(cell)[-1]["role"] == ASSISTANT for cell in cells]
+                replied = [json_of(cell)[-1]["role"] == ASSISTANT for cell in cells]
                 if all(replied):
                     targets[role] = np.ones(count, bool)
                 elif role != "test":
@@ -290,21 +290,22 @@ def _windows(length: int, coding: Coding) -> Iterator[tuple[int, int, int]]:
 
 def _completions(sources: list[str], targets: NDArray[Any] | None, coding: Coding) -> Iterator[_Tokens]:
     """Encode prompts, and where it is known the continuation, with the end token."""
-    given = prompts(coding, sources)
+    given, special = prompts(coding, sources), frozenset(coding.tokenizer.all_special_ids)
     wanted = [[]] * len(given) if targets is None else completions(coding, targets.tolist())
     for prompt, follows in zip(given, wanted, strict=True):
         ids = [*prompt, *follows]
         cut = partial(prompt_cut, coding.tokenizer, ids, prompt=len(prompt))
-        head = leading_special(coding.tokenizer, prompt)
+        head = leading_special(special, prompt)
         yield _fitted(ids, [False] * len(prompt) + [True] * len(follows), len(prompt), head, cut, coding)
 
 
 def _conversations(rows: Mapping[str, Sequence[Any]], coding: Coding, *, learnt: bool) -> Iterator[_Tokens]:
     """Encode by the chat template, whose special tokens are the only ones."""
     require_template(coding.tokenizer)
+    special = frozenset(coding.tokenizer.all_special_ids)
     for talk in conversations(rows, "messages"):
         tokens = tokens_of(coding.tokenizer, talk, learnt=learnt)
-        head = head_of(coding.tokenizer, tokens)
+        head = head_of(coding.tokenizer, tokens, special)
         cut = partial(talk_cut, coding.tokenizer, tokens)
         yield _fitted(tokens.ids, tokens.replied, tokens.prompt, head, cut, coding)
 

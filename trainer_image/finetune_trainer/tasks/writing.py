@@ -81,6 +81,16 @@ def ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int
     return sorted(token for token in tokens if isinstance(token, int))
 
 
+def adopt_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add the token with which the chat template ends replies to `generation_config`, for other programs."""
+    settings, learnt = getattr(model, "generation_config", None), reply_end(tokenizer)
+    if settings is not None and learnt is not None:
+        given = settings.eos_token_id
+        known = given if isinstance(given, list) else [] if given is None else [given]
+        if learnt not in known:
+            settings.eos_token_id = [*known, learnt]
+
+
 class DecoderWriter:
     """Writer for decoders, which continue the prompt of a feature, its first `prompt` tokens."""
 
@@ -119,7 +129,7 @@ def _shortened(feature: Feature, most: int, tokenizer: PreTrainedTokenizerBase) 
     prompt = np.asarray(feature["input_ids"][: int(feature["prompt"])])
     if len(prompt) <= most:
         return prompt
-    head = min(int(feature.get(HEAD, leading_special(tokenizer, prompt.tolist()))), most // 2)
+    head = min(int(feature.get(HEAD, leading_special(tokenizer.all_special_ids, prompt.tolist()))), most // 2)
     return np.concatenate([prompt[:head], prompt[len(prompt) - (most - head) :]])
 
 

@@ -23,6 +23,7 @@ from finetune_trainer.models.float8 import InFloat8
 from finetune_trainer.models.loading import load_tokenizer, position_limit
 from finetune_trainer.strategies.strategy_protocol import Placed, tied_names
 from finetune_trainer.tasks.task_protocol import Objective
+from finetune_trainer.tasks.writing import adopt_ends
 from finetune_trainer.training.run_inputs import TrainingRun
 from finetune_trainer.training.stopping import EarlyStopper, NeverStop
 
@@ -68,15 +69,18 @@ def publish_model(run: TrainingRun, start: StartedModel, trained: PreTrainedMode
     tied = tied_names(trained)
     state = {name: weight for name, weight in state.items() if name not in tied}
     size = 0 if start.adapted else sum(weight.numel() * weight.element_size() for weight in state.values())
+    tokenizer = _published_tokenizer(run.job, trained)
     with _published(run.paths, size) as (model_folder, adapter_folder):
         if start.adapted is None:
+            adopt_ends(trained, tokenizer)
             trained.save_pretrained(str(model_folder), state_dict=state)
         else:
             unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]  # else transformers loads it in shards
             whole = run.task.head.build_model(start.job, run.prepared.facts)
             merged = write_adapter_and_merge(whole, start.adapted, start.job, state, adapter_folder)
+            adopt_ends(merged, tokenizer)
             merged.save_pretrained(str(model_folder))
-        _published_tokenizer(run.job, trained).save_pretrained(str(model_folder))
+        tokenizer.save_pretrained(str(model_folder))
         for folder in (model_folder, adapter_folder):
             share(folder)
 
