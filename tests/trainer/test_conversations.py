@@ -215,6 +215,15 @@ def test_arguments_that_the_product_sets_are_refused(tmp_path, paths):
         prepared_texts(decoder(tmp_path / "m", chat_tokenizer()), data, paths)
 
 
+@pytest.mark.parametrize("unlearnt", [{"weight": 0}, {"train": False}])
+def test_a_reply_of_weight_0_is_read_and_not_learnt(unlearnt):
+    messages = [{**LONG[2], **unlearnt} if at == 2 else message for at, message in enumerate(LONG)]
+    tokenizer = chat_tokenizer()
+    found = text_generation().encoding.encode({"messages": [messages]}, [True], Coding(tokenizer, 900, 0, "llama"))
+    assert tokenizer.decode(found.features["input_ids"][0]) == tokenizer.apply_chat_template(LONG, tokenize=False)
+    assert tokenizer.decode([each for each in found.features["labels"][0] if each >= 0]) == "yes<|im_end|>\n"
+
+
 # ---------------------------------------------------------------------------------------------------------------- stops
 
 

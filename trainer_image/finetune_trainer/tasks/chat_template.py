@@ -12,7 +12,7 @@ import jinja2
 
 from finetune_contract.layout import FailureClass
 from finetune_trainer.core.failures import StageError
-from finetune_trainer.tasks.conversations import ASSISTANT, Conversation, Message
+from finetune_trainer.tasks.conversations import ASSISTANT, LEARNT_IF, Conversation, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,8 +23,8 @@ class Turns:
     """A conversation rendered by the template."""
 
     text: str
-    replies: tuple[tuple[int, int], ...]
-    """First and last character (exclusive) of each assistant reply, the end of its turn included."""
+    replies: tuple[tuple[int, int, bool], ...]
+    """First and last character (exclusive) of each assistant reply, the end of its turn included; False: not learnt."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TalkTokens:
 
     ids: list[int]
     replied: list[bool]
-    """True for each token of a reply."""
+    """True for each token of a reply that is learnt."""
     prompt: int
     """Tokens before the last reply; all tokens where it is still to be written."""
     starts: Sequence[int]
@@ -66,9 +66,9 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, talk: Conversation, *, learnt:
     ids, offsets = tokens["input_ids"], tokens["offset_mapping"]
     starts = [start for start, _ in offsets]
     replied, prompt = [False] * len(ids), len(ids)
-    for first, last in turns.replies:
+    for first, last, is_learnt in turns.replies:
         prompt, end = bisect_left(starts, first), bisect_left(starts, last)
-        replied[prompt:end] = [True] * (end - prompt)
+        replied[prompt:end] = [is_learnt] * (end - prompt)
     return TalkTokens(ids, replied, prompt, starts, talk, turns.text)
 
 
@@ -87,7 +87,7 @@ def with_replies(tokenizer: PreTrainedTokenizerBase, talk: Conversation) -> Turn
                 f"the chat template writes message {at + 1} in another way when messages follow it; "
                 "give each reply a row of its own, with the messages before it"
             )
-        replies.append((len(before), len(until)))
+        replies.append((len(before), len(until), all(message.get(name, True) for name in LEARNT_IF)))
     return Turns(text, tuple(replies))
 
 

@@ -24,6 +24,8 @@ BESIDE = (TOOLS, ARGUMENTS)
 """Columns read beside a conversation where the data have them: the row's tools, and its arguments of the template. They
 have the names that trl gives them.
 """
+LEARNT_IF = ("weight", "train")
+"""Fields of a reply that is not learnt if one is 0 or false: OpenAI's and axolotl's."""
 Message = Mapping[str, Any]
 
 
@@ -84,6 +86,9 @@ def _message(given: Message, number: int) -> Message:
         raise ConversationError("NotMessages", f"message {number} has {', '.join(given)}, and no role and content")
     if not isinstance(message.get("role"), str):
         raise ConversationError("NoRole", f"message {number} needs its role, such as user")
+    odd = [name for name in LEARNT_IF if message.get(name, True) not in (0, 1)]
+    if odd:
+        raise ConversationError("NotWeight", f"message {number} has {odd[0]} {message[odd[0]]!r}; it is 0 or 1")
     content = message.get("content")
     if content is None and not {"tool_calls", "function_call", "reasoning_content", "thinking"} & message.keys():
         raise ConversationError(
