@@ -20,6 +20,7 @@ from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.predict.evaluate import evaluate
 from finetune_trainer.predict.predict import predict
 from finetune_trainer.prepare.prepare import prepare
+from finetune_trainer.tasks.label_forms import FORMS
 from finetune_trainer.tasks.task_registry import task_parts
 from trainer_support.tasks import (
     INFERENCE,
@@ -275,3 +276,22 @@ def test_float_labels_equal_to_the_ignored_index_count_as_rows() -> None:
 def test_tasks_with_smoothed_labels_are_those_of_the_contract() -> None:
     smoothed = {task for task in get_args(Task) if task_parts(task).head.label_place}
     assert smoothed == set(SMOOTHED_TASKS)
+
+
+def test_labels_that_occur_nowhere_are_no_part_of_a_mean_as_in_sklearn() -> None:
+    from sklearn.metrics import f1_score, precision_score, recall_score
+
+    right = np.array([0, 0, 2, 2, 2])
+    for answers in (right, np.array([0, 2, 2, 2, 0]), np.array([0, 3, 2, 2, 0])):
+        logits = np.eye(5, dtype=np.float32)[answers]
+        measured = FORMS["single_label_classification"].measured(logits, right, "abcde")
+        for name, score in {"f1": f1_score, "precision": precision_score, "recall": recall_score}.items():
+            assert measured[name] == score(right, answers, average="macro", zero_division=0)
+    assert FORMS["single_label_classification"].measured(np.eye(5)[right], right, "abcde")["f1"] == 1.0
+    flags = np.array([[1, 0, 0], [1, 0, 1]])
+    several = FORMS["multi_label_classification"]
+    assert several.measured(flags - 0.5, flags, "abc")["f1"] == 1.0
+    answers = np.array([[1, 0, 1], [0, 0, 1]])
+    expected = f1_score(flags[:, [0, 2]], answers[:, [0, 2]], average="macro")
+    assert several.measured(answers - 0.5, flags, "abc")["f1"] == pytest.approx(expected)
+    assert several.measured(flags * 0.0, flags * 0, "abc")["f1"] == 0.0  # there is no label at all

@@ -30,11 +30,12 @@ def targets_of(
     train: Sequence[Any] | RawSplit,
     given: Mapping[str, str] | None = None,
     known: Labels | None = None,
-    **others: Sequence[Any],
+    **others: Sequence[Any] | RawSplit,
 ) -> Targets:
-    raw = {"train": train if isinstance(train, RawSplit) else split(train)}
-    raw |= {role: split(labels, role) for role, labels in others.items()}
-    return task_parts("text-classification", label_names=given).encoding.targets(raw, COLUMNS, known)
+    splits = {"train": train, **others}
+    raw = {role: labels if isinstance(labels, RawSplit) else split(labels, role) for role, labels in splits.items()}
+    encoding = task_parts("text-classification", label_names=given).encoding
+    return encoding.targets(raw, COLUMNS, known)
 
 
 @dataclass(frozen=True)
@@ -117,3 +118,67 @@ def test_a_test_split_of_minus_ones_is_unlabelled_unless_it_is_a_label() -> None
     assert "test" not in targets_of([0, 1], test=[-1, -1]).of
     assert targets_of([1, -1], test=[-1, -1]).of["test"].tolist() == [0, 0]
     assert targets_of([1, -1], OPINIONS, test=[-1, -1]).of["test"].tolist() == [0, 0]
+
+
+# ---------------------------------------------------------------------------------- names of the data and of the model
+
+STARS = ("neutral", "negative", "positive")
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    labels: RawSplit
+    head: tuple[str, ...]
+    ids: Sequence[Any] | str
+    """Ids of the head, or the error's text."""
+    note: str = ""
+
+
+EVALUATED = {
+    "classes of the data in another order": Evaluated(split([0, 1, 2], classes=sorted(STARS)), STARS, [1, 0, 2]),
+    "classes with other capitals": Evaluated(split([0, 1], classes=["pos", "neg"]), ("NEG", "POS"), [1, 0]),
+    "words with other capitals": Evaluated(split(["pos", "neg"]), ("NEG", "POS"), [1, 0]),
+    "fewer classes than the model": Evaluated(split([1, 0], classes=["positive", "negative"]), STARS, [1, 2]),
+    "lists of classes": Evaluated(
+        RawSplit("test", "test", datasets.Dataset.from_dict({"text": ["a", "b"], "label": [[0, 2], []]}).cast_column(
+            "label", datasets.List(datasets.ClassLabel(names=sorted(STARS))))),
+        STARS, [[0, 1, 1], [0, 0, 0]],
+    ),
+    "a class that the model lacks": Evaluated(
+        split([0, 1], classes=["negative", "angry"]), STARS, "row 2: column 'label' is 'angry'; the labels are neutral",
+    ),
+    "classes of another model": Evaluated(split([0, 1], classes=["food", "home"]), ("neg", "pos"), "is 'food'"),
+    "class ids": Evaluated(split([0, 2]), STARS, [0, 2], "0 is neutral, 1 is negative, 2 is positive."),
+    "class ids in CSV": Evaluated(split(["2", "0"]), STARS, [2, 0], "0 is neutral, 1 is negative, 2 is positive."),
+    "classes, and a model without names": Evaluated(
+        split([1, 0], classes=["neg", "pos"]), ("LABEL_0", "LABEL_1"), [1, 0], "neg is LABEL_0, pos is LABEL_1.",
+    ),
+    "class ids, and a model without names": Evaluated(split([1, 0]), ("LABEL_0", "LABEL_1"), [1, 0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EVALUATED)
+def test_labels_are_those_of_the_model_by_their_names(case: str) -> None:
+    want = EVALUATED[case]
+    several = isinstance(want.ids, list) and isinstance(want.ids[0], list)
+    known = Labels(want.head, "multi_label_classification" if several else "single_label_classification")
+    encoding = task_parts("text-classification").encoding
+    if isinstance(want.ids, str):
+        with pytest.raises(StageError) as caught:
+            encoding.targets({"test": want.labels}, COLUMNS, known)
+        assert (caught.value.reason, want.ids in caught.value.message) == ("LabelOutOfRange", True)
+        return
+    made = encoding.targets({"test": want.labels}, COLUMNS, known)
+    assert (made.labels, made.of["test"].tolist()) == (known, want.ids)
+    assert [want.note in note for note in made.notes if "have no row" not in note] == [True] * bool(want.note)
+
+
+def test_splits_that_number_their_classes_differently_agree_by_name() -> None:
+    made = targets_of(split([0, 1], classes=["neg", "pos"]), test=split([0, 1], "test", classes=["pos", "neg"]))
+    assert (made.of["train"].tolist(), made.of["test"].tolist()) == ([0, 1], [1, 0])
+
+
+def test_labels_without_rows_in_a_measured_split_are_noted() -> None:
+    made = targets_of(["a", "b", "c"], test=["a", "a"], validation=["a", "b", "c"])
+    (note,) = made.notes
+    assert note.startswith("Split test (test.jsonl): 2 of 3 labels have no row, b, c. f1, precision and recall are")

@@ -30,9 +30,10 @@ from finetune_trainer.data.sources import RawSplit, Role, source_of
 from finetune_trainer.models.loading import refuse_long_answers, resolve_model, truncation_length
 from finetune_trainer.prepare.prepare import Part, parts_of, predict_part, split_validation
 from finetune_trainer.tasks.conversations import BESIDE, ConversationError, messages_of
+from finetune_trainer.tasks.head_labels import in_head_order
 from finetune_trainer.tasks.metric_names import refuse_unknown_metrics, refuse_unmeasured_stopping
 from finetune_trainer.tasks.row_checks import is_json, is_list, is_text
-from finetune_trainer.tasks.task_protocol import Encoding, TaskParts
+from finetune_trainer.tasks.task_protocol import Encoding, Labels, TaskParts
 from finetune_trainer.tasks.task_registry import task_of
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def check(job: TrainerJob, *, trains: Trains | None = None, script: bool = False
         splits: list[CheckedSplit] = []
     else:
         with tempfile.TemporaryDirectory(prefix="finetune-check-") as scratch:
-            splits = _check_rows(job, model, findings, Path(scratch), trains=trains, most=most)
+            head = None if model is None or script else model.labels
+            splits = _check_rows(job, model, head, findings, Path(scratch), trains=trains, most=most)
     return CheckedData(
         splits=tuple(splits),
         max_length=None if model is None else model.max_length,
@@ -130,6 +132,8 @@ class _Model:
 
     max_length: int | None
     tokenizer: Tokenizer | None
+    labels: Labels | None = None
+    """Labels of its head, if it has one for the task whose outputs they name."""
 
     @classmethod
     def of(cls, job: TrainerJob) -> _Model:
@@ -137,12 +141,25 @@ class _Model:
         config, tokenizer = _model_files(job)
         if config is None:
             return cls(job.preparation.max_length, None)
-        settings = SimpleNamespace(
-            **{"model_type": None, "is_encoder_decoder": False, **json.loads(config.read_text(encoding="utf-8"))}
-        )
-        length = truncation_length(job, cast("PretrainedConfig", settings))
-        refuse_long_answers(job, cast("PretrainedConfig", settings))
-        return cls(length, None if tokenizer is None else _tokenizer(tokenizer))
+        content = {**_DEFAULTS, **json.loads(config.read_text(encoding="utf-8"))}
+        names = content["id2label"] or {i: f"LABEL_{i}" for i in range(content["num_labels"])}
+        content["id2label"] = {int(number): name for number, name in names.items()}
+        settings, head = cast("PretrainedConfig", SimpleNamespace(**content)), task_of(job).head
+        length = truncation_length(job, settings)
+        refuse_long_answers(job, settings)
+        labels = head.model_labels(settings) if head.named_outputs else None
+        return cls(length, None if tokenizer is None else _tokenizer(tokenizer), labels)
+
+
+_DEFAULTS: Mapping[str, object] = {
+    "model_type": None,
+    "is_encoder_decoder": False,
+    "architectures": None,
+    "id2label": None,
+    "num_labels": 2,
+    "problem_type": None,
+}
+"""Values of fields that `config.json` leaves out, as in transformers."""
 
 
 def _model_files(job: TrainerJob) -> tuple[Path | None, Path | None]:
@@ -181,7 +198,14 @@ def _tokenizer(file: Path) -> Tokenizer | None:
 
 
 def _check_rows(
-    job: TrainerJob, model: _Model | None, findings: _Findings, scratch: Path, *, trains: Trains | None, most: int
+    job: TrainerJob,
+    model: _Model | None,
+    head: Labels | None,
+    findings: _Findings,
+    scratch: Path,
+    *,
+    trains: Trains | None,
+    most: int,
 ) -> list[CheckedSplit]:
     task = task_of(job)
     parts = findings.of(lambda: _parts(job, task.encoding, trains=trains is not None))
@@ -197,7 +221,7 @@ def _check_rows(
             task.encoding.check(split, part.columns, part.setting)
             checked.append(role)
     # Labels of one split are judged by those of another, and tasks read them in checked rows.
-    labels = _check_labels(job, task, raw, findings, trains=trains) if len(checked) == len(parts) else {}
+    labels = _check_labels(job, task, raw, head, findings, trains=trains) if len(checked) == len(parts) else {}
     return [
         _described(task.encoding, parts[role], role, split, labels.get(role, {}), model) for role, split in raw.items()
     ]
@@ -212,17 +236,21 @@ def _check_labels(
     job: TrainerJob,
     task: TaskParts,
     raw: Mapping[Role, RawSplit],
+    head: Labels | None,
     findings: _Findings,
     *,
     trains: Trains | None,
 ) -> dict[Role, dict[str, int]]:
-    """Count the rows of each label in each split; empty where labels are refused."""
+    """Count the rows of each label in each split; empty where labels are refused. `head`: the labels of the model."""
     judged = {role: split for role, split in raw.items() if role != "predict"}
     counts: dict[Role, dict[str, int]] = {}
     if not judged:
         return counts
-    with findings.collected(partial=any(split.partial for split in judged.values()), known=trains is not None):
-        targets = task.encoding.targets(cast(Mapping[str, RawSplit], judged), _columns(job), None)
+    partial, known = any(split.partial for split in judged.values()), head if trains is None else None
+    with findings.collected(partial=partial and known is None, known=trains is not None or known is not None):
+        targets = task.encoding.targets(cast(Mapping[str, RawSplit], judged), _columns(job), known)
+        if head is not None and trains is not None:
+            targets = in_head_order(targets, head)
         findings.notes.extend(targets.notes)
         for role in judged:
             if role in targets.of:

@@ -51,6 +51,7 @@ from finetune_trainer.prepare.shards import (
     write_in_processes,
 )
 from finetune_trainer.prepare.shared_data import Entry, SharedData
+from finetune_trainer.tasks.head_labels import in_head_order
 from finetune_trainer.tasks.metric_names import refuse_unknown_metrics
 from finetune_trainer.tasks.task_protocol import Coding, Encoding, Head, Labels, Targets, TaskParts
 from finetune_trainer.tasks.task_registry import task_of
@@ -96,6 +97,9 @@ class _Order:
     task: TaskParts
     parts: Mapping[Role, Part]
     known_labels: Labels | None
+    """Labels of a model that is not trained."""
+    head: Labels | None
+    """Labels of the head with which the training begins, if the checkpoint has it."""
     coding: Coding
     fingerprint: str
     key: str
@@ -223,6 +227,7 @@ def _order(job: TrainerJob) -> _Order:
     task = task_of(job)
     config = load_config(job)
     known = None if job.training else labels_of_model(job, task.head, config)
+    head = task.head.model_labels(config) if job.training and task.head.named_outputs else None
     if job.preparation.packing:
         task.head.refuse_packing(job, config)
     parts = parts_of(job, task.encoding, trains=job.training is not None)
@@ -240,6 +245,7 @@ def _order(job: TrainerJob) -> _Order:
         "model_type": config.model_type,
         "packing": job.preparation.packing,
         "seed": job.seed,
+        **({} if head is None else {"head": [head.names, head.form]}),
         **({"label_names": job.dataset.labels} if job.dataset is not None and job.dataset.labels else {}),
     }
     fingerprint = _digest({**basis, "splits": {role: _part_digest(part) for role, part in parts.items()}})
@@ -251,7 +257,7 @@ def _order(job: TrainerJob) -> _Order:
         "roles": _token_roles(tokenizer),
         "libraries": {name: version(name) for name in _LIBRARIES},
     }
-    return _Order(job, task, parts, known, coding, fingerprint, _digest(key))
+    return _Order(job, task, parts, known, head, coding, fingerprint, _digest(key))
 
 
 def labels_of_model(job: TrainerJob, head: Head, config: PretrainedConfig) -> Labels:
@@ -363,6 +369,8 @@ def _checked_rows(order: _Order, scratch: Path) -> tuple[dict[Role, Rows], Targe
     targets = order.task.encoding.targets(
         {str(role): split for role, split in raw.items()}, columns, order.known_labels
     )
+    if order.head is not None:
+        targets = in_head_order(targets, order.head)
     notes = list(dict.fromkeys(note for split in raw.values() for note in split.notes))
     rows = {role: Rows(split.rows, np.arange(len(split.rows)), targets.of.get(role)) for role, split in raw.items()}
     if order.job.training is None or "validation" in rows:

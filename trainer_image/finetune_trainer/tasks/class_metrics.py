@@ -22,12 +22,15 @@ def cross_entropy(logits: NDArray[np.float32], ids: NDArray[Any]) -> float:
     return float(-np.log(np.maximum(softmax(logits)[np.arange(len(ids)), ids], 1e-45)).mean())
 
 
-def class_scores(ids: NDArray[Any], answers: NDArray[Any], count: int) -> dict[str, float]:
-    """Return accuracy, and f1, precision and recall as the plain mean over `count` classes."""
+def class_scores(ids: NDArray[Any], answers: NDArray[Any]) -> dict[str, float]:
+    """Return accuracy, and f1, precision and recall as the plain mean over the classes that are right or answered
+    somewhere, as scikit-learn does. An answer below 0 is none, and never right.
+    """
     from sklearn.metrics import accuracy_score, precision_recall_fscore_support
 
+    classes = np.union1d(ids, answers)
     precision, recall, f1, _ = precision_recall_fscore_support(
-        ids, answers, labels=list(range(count)), average="macro", zero_division=0
+        ids, answers, labels=classes[classes >= 0], average="macro", zero_division=0
     )
     scores = {"accuracy": accuracy_score(ids, answers), "f1": f1, "precision": precision, "recall": recall}
     return {name: float(score) for name, score in scores.items()}

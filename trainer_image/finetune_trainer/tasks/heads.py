@@ -40,15 +40,19 @@ class AutoHead(Head):
         """Raise always: encoders read whole sequences."""
         raise packing_error(f"rows of {job.task} cannot share a sequence")
 
-    def built(self, job: TrainerJob, config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    def built(
+        self, job: TrainerJob, config: PretrainedConfig, dtype: torch.dtype | None = None, *, new_outputs: bool = False
+    ) -> PreTrainedModel:
         """Build the job's model for training; weights that its checkpoint lacks are drawn from the job's seed, and
-        transformers logs their names. Raise StageError MODEL for weights that belong to another model.
+        transformers logs their names. `new_outputs`: draw also those of the head's outputs, which are for other labels.
+        Raise StageError MODEL for weights that belong to another model.
         """
         import torch
 
         name, arguments = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
+        seed = job.training.seed if job.training else job.seed
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(job.training.seed if job.training else job.seed)
+            torch.manual_seed(seed)
             try:
                 model, info = self._class().from_pretrained(
                     name,
@@ -64,6 +68,9 @@ class AutoHead(Head):
                 if type(error).__name__ == "SafetensorError":
                     raise load_error(job.model, error, part="weights") from error
                 raise
+            if new_outputs:
+                torch.manual_seed(seed)
+                _draw_outputs(model)
         _refuse_foreign_weights(job, model, info["missing_keys"])
         made: PreTrainedModel = model
         return made
@@ -120,6 +127,21 @@ def adopt_padding(job: TrainerJob, model: PreTrainedModel) -> None:
     """Set the padding token: decoders find a row's last token by it, and their config often lacks it."""
     if model.config.pad_token_id is None:
         model.config.pad_token_id = load_tokenizer(job).pad_token_id
+
+
+def _draw_outputs(model: PreTrainedModel) -> None:
+    """Initialize the layers behind the encoder that have an output for each label; all layers there if none has."""
+    encoder = f"{model.base_model_prefix}."
+    head = [
+        (module, weights)
+        for name, module in model.named_modules()
+        if not f"{name}.".startswith(encoder) and (weights := [*module.parameters(recurse=False)])
+    ]
+    outputs = [(module, weights) for module, weights in head if len(weights[0]) == model.config.num_labels] or head
+    for module, weights in outputs:
+        for weight in weights:
+            vars(weight)["_is_hf_initialized"] = False  # the functions of transformers leave others as they are
+        model._init_weights(module)  # type: ignore[no-untyped-call]
 
 
 def _refuse_foreign_weights(job: TrainerJob, model: PreTrainedModel, missing: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from finetune_contract.metrics import METRICS
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.tasks.class_metrics import class_scores, cross_entropy, softmax
-from finetune_trainer.tasks.label_names import PATH, names_of, positions
+from finetune_trainer.tasks.label_names import PATH, flat, names_of, positions
 from finetune_trainer.tasks.row_checks import class_names, is_list, is_text, row_error, shown_names
 from finetune_trainer.tasks.task_protocol import Feature
 
@@ -130,7 +130,7 @@ class SingleLabel:
 
     def names(self, split: RawSplit, column: str, values: list[Any]) -> tuple[str, ...]:
         """Return the names of a Hub data set's classes, else the ids or names in the data."""
-        names = class_names(split.rows.features[column]) or names_of(split, column, values, values)
+        names = class_names(split, column) or names_of(split, column, values, values)
         if len(names) > max(_MANY_LABELS, len(values) // 2):
             raise StageError(
                 FailureClass.DATA,
@@ -143,7 +143,7 @@ class SingleLabel:
 
     def targets(self, split: RawSplit, column: str, values: list[Any], names: Sequence[str]) -> NDArray[Any]:
         """Return ids."""
-        position = positions(values, names)
+        position = positions(split, column, values, names)
         ids = [position.get(value, SECRET) for value in values]
         if SECRET in ids:
             row = ids.index(SECRET)
@@ -165,13 +165,13 @@ class SingleLabel:
         return cross_entropy(logits, targets)
 
     def measured(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
-        """Return accuracy, and f1, precision and recall as the plain mean over the labels."""
-        return class_scores(targets, logits.argmax(axis=1), len(names))
+        """Return accuracy, and f1, precision and recall as the plain mean over the labels that occur."""
+        return class_scores(targets, logits.argmax(axis=1))
 
     def constant(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
         """Judge the most frequent label of the very rows that are judged: no constant answer has a higher accuracy."""
         most = np.bincount(targets, minlength=len(names)).argmax()
-        return class_scores(targets, np.full_like(targets, most), len(names))
+        return class_scores(targets, np.full_like(targets, most))
 
     def answer_schema(self, names: Sequence[str]) -> pa.Schema:
         """Return the schema of `label` and its probabilities."""
@@ -226,16 +226,12 @@ class MultiLabel:
 
     def names(self, split: RawSplit, column: str, values: list[Any]) -> tuple[str, ...]:
         """Return the names of a Hub data set's classes, else the ids or names in the data."""
-        feature = split.rows.features[column]
-        every = [label for labels in values for label in labels]
-        return class_names(getattr(feature, "feature", None)) or (
-            names_of(split, column, every, values) if every else ()
-        )
+        every = flat(values)
+        return class_names(split, column) or (names_of(split, column, every, values) if every else ())
 
     def targets(self, split: RawSplit, column: str, values: list[Any], names: Sequence[str]) -> NDArray[Any]:
         """Return zeros and ones for each row, shape (rows, labels)."""
-        every = [label for labels in values for label in labels]
-        position = positions(every, names)
+        position = positions(split, column, flat(values), names)
         flags = np.zeros((len(values), len(names)), np.int32)
         for row, labels in enumerate(values):
             for label in labels:
@@ -261,8 +257,8 @@ class MultiLabel:
         return float((np.maximum(x, 0) - x * targets + np.log1p(np.exp(-np.abs(x)))).mean())
 
     def measured(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
-        """Return f1, precision and recall as the plain mean over the labels; accuracy: the share of rows whose labels
-        are all right.
+        """Return f1, precision and recall as the plain mean over the labels that occur; accuracy: the share of rows
+        whose labels are all right.
         """
         return _flag_scores(targets, (logits > 0).astype(np.int32))
 
@@ -398,10 +394,10 @@ def form_of(split: RawSplit, column: str, given: Mapping[str, str]) -> Form:
 # ------------------------------------------------------------------------------------------------------------- helpers
 
 
-# ------------------------------------------------------------------------------------- names that the job gives labels
-
-
 def _strange(split: RawSplit, column: str, row: int, label: object, names: Sequence[str]) -> Exception:
+    classes = class_names(split, column)
+    if classes is not None and isinstance(label, int) and 0 <= label < len(classes):
+        label = classes[label]
     rule = f"the labels are {shown_names(names)}"
     return row_error("LabelOutOfRange", split, row, PATH, column, label, rule)
 
@@ -426,6 +422,10 @@ def _together(mask: NDArray[np.bool_], names: Sequence[str]) -> str:
 def _flag_scores(flags: NDArray[Any], answers: NDArray[Any]) -> dict[str, float]:
     from sklearn.metrics import accuracy_score, precision_recall_fscore_support
 
-    precision, recall, f1, _ = precision_recall_fscore_support(flags, answers, average="macro", zero_division=0)
+    there = np.flatnonzero(flags.any(axis=0) | answers.any(axis=0))
+    labels = there if len(there) else None
+    precision, recall, f1, _ = precision_recall_fscore_support(
+        flags, answers, labels=labels, average="macro", zero_division=0
+    )
     scores = {"f1": f1, "precision": precision, "recall": recall, "accuracy": accuracy_score(flags, answers)}
     return {name: float(score) for name, score in scores.items()}

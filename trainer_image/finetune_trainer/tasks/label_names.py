@@ -9,6 +9,7 @@ from typing import Any
 
 from finetune_trainer.core.failures import first_of
 from finetune_trainer.data.sources import RawSplit
+from finetune_trainer.tasks.head_labels import assumed_note, spelled, unnamed
 from finetune_trainer.tasks.row_checks import class_names, row_error
 
 PATH = "dataset.columns.label"
@@ -93,8 +94,7 @@ def mapped(split: RawSplit, column: str, values: Sequence[Any], given: Mapping[s
     """Map labels to their names in `dataset.labels`; raise StageError DATA `UnknownLabel` for the first row whose value
     it lacks.
     """
-    feature = split.rows.features[column]
-    classes = class_names(getattr(feature, "feature", feature))
+    classes = class_names(split, column)
 
     def name(row: int, value: Any) -> str:
         text = str(value)
@@ -114,7 +114,7 @@ def mapped(split: RawSplit, column: str, values: Sequence[Any], given: Mapping[s
 
 def unused_note(split: RawSplit, column: str, values: Sequence[Any], given: Mapping[str, str]) -> tuple[str, ...]:
     """Return a note on names in `dataset.labels` that no row has; `values`: the result of `mapped`."""
-    there = {one for value in values for one in (value if isinstance(value, list) else [value])}
+    there = set(flat(values))
     unused = [name for name in mapped_names(given) if name not in there]
     if not unused:
         return ()
@@ -124,13 +124,52 @@ def unused_note(split: RawSplit, column: str, values: Sequence[Any], given: Mapp
     )
 
 
-def positions(every: Sequence[Any], names: Sequence[str]) -> dict[Any, int]:
-    """Return label as given -> its id."""
-    if every and isinstance(every[0], int):
-        if all(_WHOLE_NUMBER.fullmatch(name) for name in names):
-            return {int(name): i for i, name in enumerate(names)}
-        return {i: i for i in range(len(names))}
-    position: dict[Any, int] = {name: i for i, name in enumerate(names)}
-    if every and not any(label in position for label in every) and set(every) <= {str(i) for i in range(len(names))}:
+def absent_note(split: RawSplit, counts: Mapping[str, int]) -> tuple[str, ...]:
+    """Return a note on labels without rows in a split with `counts` of each, on which the model is measured."""
+    absent = [name for name, count in counts.items() if not count]
+    if not absent or len(absent) == len(counts):
+        return ()
+    return (
+        f"Split {split.name} ({split.origin}): {len(absent)} of {len(counts)} labels have no row, "
+        f"{first_of(absent, 8)}. f1, precision and recall are means without those that are not predicted either.",
+    )
+
+
+def flat(values: Sequence[Any]) -> list[Any]:
+    """Return the labels of all rows, which may be lists."""
+    return [one for value in values for one in (value if isinstance(value, list) else [value])]
+
+
+def positions(split: RawSplit, column: str, every: Sequence[Any], names: Sequence[str]) -> dict[Any, int]:
+    """Return label as given -> its id. The number of a class that the data set names has the id of that name."""
+    place: dict[Any, int] = {name: i for i, name in enumerate(names)}
+    distinct, classes = set(every), class_names(split, column)
+    if all(isinstance(label, str) for label in distinct):
+        if distinct & place.keys() or not distinct <= {str(i) for i in range(len(names))}:
+            return place
         return {str(i): i for i in range(len(names))}  # class ids as in a CSV file
-    return position
+    if classes is not None and (place.keys() & {*classes} or not _numbered(names)):
+        return {number: place[name] for number, name in enumerate(classes) if name in place}
+    if all(_WHOLE_NUMBER.fullmatch(name) for name in names):
+        return {int(name): i for i, name in enumerate(names)}
+    return {i: i for i in range(len(names))}
+
+
+def names_in(
+    split: RawSplit, column: str, every: Sequence[Any], head: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the labels of a `head` that is not trained as the data spell them, and a note if their order alone says
+    which label a class id is. `every`: the labels of all rows.
+    """
+    words = {label for label in every if isinstance(label, str)}
+    classes = () if words else class_names(split, column) or ()
+    names = spelled(head, classes or words)
+    are_numbers = len(every) > 0 and all(map(_WHOLE_NUMBER.fullmatch, words))
+    if not are_numbers or {*names} & {*classes, *words} or _numbered(head) != bool(classes):
+        return names, ()
+    return names, (assumed_note(head, classes),)
+
+
+def _numbered(names: Sequence[str]) -> bool:
+    """Return whether labels have no names beyond numbers."""
+    return unnamed(names) or all(map(_WHOLE_NUMBER.fullmatch, names))

@@ -39,8 +39,10 @@ def is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
-def class_names(feature: object) -> tuple[str, ...] | None:
-    """Return the names of the classes that a Hub data set declares; None for another feature."""
+def class_names(split: RawSplit, column: str) -> tuple[str, ...] | None:
+    """Return the names of the classes that the data set declares for a column, or for the items of its lists."""
+    feature = split.rows.features[column]
+    feature = getattr(feature, "feature", feature)
     return tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else None
 
 

@@ -11,7 +11,8 @@ import pyarrow.compute as pc
 
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.sources import RawSplit
-from finetune_trainer.tasks.row_checks import is_list, is_text, row_error, shown_names
+from finetune_trainer.tasks.label_names import names_in, positions
+from finetune_trainer.tasks.row_checks import class_names, is_list, is_text, row_error, shown_names
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,13 +59,12 @@ def tag_ids(split: RawSplit, column: str, names: Sequence[str]) -> NDArray[Any]:
     """Return one array of ids for each row."""
     values = split.table[column].combine_chunks()
     flat = values.flatten()
-    known: dict[Any, int] = {name: i for i, name in enumerate(names)}
-    if pa.types.is_integer(flat.type):
-        known = {i: i for i in range(len(names))}
     distinct = pc.unique(flat).to_pylist()
+    known = positions(split, column, distinct, names)
     strange = [value for value in distinct if value not in known]
     if strange:
-        rule = f"the tag {strange[0]!r} is not one of {shown_names(names)}"
+        classes = dict(enumerate(class_names(split, column) or ()))
+        rule = f"the tag {classes.get(strange[0], strange[0])!r} is not one of {shown_names(names)}"
         raise _tag_error(split, column, strange[0], rule)
     codes = np.asarray([known[value] for value in distinct], np.int32)
     ids = codes[np.asarray(pc.index_in(flat, pa.array(distinct, flat.type)).to_numpy())]
@@ -72,6 +72,12 @@ def tag_ids(split: RawSplit, column: str, names: Sequence[str]) -> NDArray[Any]:
     rows = np.empty(len(values), object)
     rows[:] = np.split(ids, starts)
     return rows
+
+
+def known_tag_ids(split: RawSplit, column: str, head: Sequence[str]) -> tuple[NDArray[Any], tuple[str, ...]]:
+    """Return the ids by a `head` that is not trained on these rows, and a note as `names_in`."""
+    names, notes = names_in(split, column, pc.unique(pc.list_flatten(split.table[column])).to_pylist(), head)
+    return tag_ids(split, column, names), notes
 
 
 def _tag_error(split: RawSplit, column: str, value: object, rule: str) -> StageError:

@@ -217,6 +217,8 @@ class Head(Protocol):
     """Form of these labels, for tasks with several forms."""
     objective: Objective | None = None
     """Loss to minimise; None: the model's own."""
+    named_outputs: bool = False
+    """True if the outputs have the names of labels: training keeps the order of those that a checkpoint has."""
 
     @property
     def compared(self) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """Text classification over one text or a pair of texts: one class a row, several, or a number (`label_forms.py`).
 
-Classes are ids 0 to n-1 without gaps, or names; names get ids in the sorted order of the train split's labels. Whole
-numbers that are no such ids (1 to 5, -1 and 1) are names. Everything else (missing labels, a label that train lacks, 7
-among 0 and 1) is refused with the row, because a wrong label costs accuracy silently.
+Classes are ids 0 to n-1 without gaps, or names; names get ids in the sorted order of the train split's labels, or in
+that of a head that the checkpoint has for them (`head_labels.py`). Whole numbers that are no such ids (1 to 5, -1 and
+1) are names. Everything else (missing labels, a label that train lacks, 7 among 0 and 1) is refused with the row,
+because a wrong label costs accuracy silently.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ from finetune_trainer.models.loading import load_config
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.class_metrics import Confusion, informative_rows
 from finetune_trainer.tasks.encoding import encodings, never_empty
+from finetune_trainer.tasks.head_labels import is_new
 from finetune_trainer.tasks.label_forms import FORMS, SECRET, Form, Logits, form_of
 from finetune_trainer.tasks.label_names import (
     PATH,
+    absent_note,
+    flat,
     mapped,
     mapped_names,
+    names_in,
     numbers_note,
     similar_note,
     unused_note,
@@ -48,6 +53,7 @@ from finetune_trainer.tasks.task_protocol import (
     Scoring,
     Targets,
     TaskParts,
+    labels_of,
 )
 
 if TYPE_CHECKING:
@@ -130,17 +136,28 @@ class _Encoding(Encoding):
         if given and form.name != "regression":
             values = {role: mapped(labelled[role], column, labels, given) for role, labels in values.items()}
             names, notes = mapped_names(given), unused_note(split, column, values[role], given)
+        elif known is None:
+            names = form.names(split, column, values[role])
+            notes = _notes(split, column, form, values[role], names)
         else:
-            names = form.names(split, column, values[role]) if known is None else known.names
-            notes = _notes(split, column, form, values[role], names) if known is None else ()
+            names, notes = known.names, ()
+        names_of = dict.fromkeys(values, names)
         if known is not None:
             names = known.names
+            for role, labels in values.items():
+                names_of[role], assumed = names_in(labelled[role], column, flat(labels), names)
+                notes += assumed
         if form.name == "single_label_classification" and len(names) < 2:
             raise _one_label(split, names)
         if form.name == "multi_label_classification" and not names:
             raise row_error("NoLabels", split, 0, PATH, column, values[role][0], "no row has a label")
-        targets = {role: form.targets(labelled[role], column, labels, names) for role, labels in values.items()}
-        return Targets(Labels(names, form.name), targets, notes)
+        targets = {
+            role: form.targets(labelled[role], column, labels, names_of[role]) for role, labels in values.items()
+        }
+        for role, ids in targets.items():
+            if role != "train":
+                notes += absent_note(labelled[role], form.counts(ids, names))
+        return Targets(Labels(names, form.name), targets, tuple(dict.fromkeys(notes)))
 
     def count_labels(self, targets: NDArray[Any], labels: Labels) -> dict[str, int]:
         """Count the rows of each label."""
@@ -163,6 +180,7 @@ class _Head(heads.AutoHead):
     auto = "AutoModelForSequenceClassification"
     label_place = "same"
     smoothed_form = "single_label_classification"
+    named_outputs = True
 
     def model_labels(self, config: PretrainedConfig) -> Labels | None:
         """Read `id2label` and `problem_type`, when the checkpoint was saved with a classification head."""
@@ -173,12 +191,12 @@ class _Head(heads.AutoHead):
         return Labels(() if form == "regression" else names, form)
 
     def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """Build the model; a head of another size in the checkpoint is replaced."""
+        """Build the model; a head for other labels in the checkpoint is replaced."""
         config = load_config(job)
-        form = _form(facts.label_form)
+        head, form = self.model_labels(config), _form(facts.label_form)
         heads.name_labels(config, facts.labels or (form.column,))
         config.problem_type = form.name
-        model = self.built(job, config, dtype)
+        model = self.built(job, config, dtype, new_outputs=head is not None and is_new(head, labels_of(facts)))
         heads.adopt_padding(job, model)
         return model
 

@@ -33,6 +33,8 @@ from finetune_trainer.models.loading import load_config
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.class_metrics import Confusion, class_scores, cross_entropy, informative_rows, softmax
 from finetune_trainer.tasks.encoding import never_empty
+from finetune_trainer.tasks.head_labels import is_new
+from finetune_trainer.tasks.label_names import absent_note
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.row_checks import class_names, is_list, is_text, needed_columns, row_error
 from finetune_trainer.tasks.task_protocol import (
@@ -58,7 +60,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune_trainer.data.prepared import PreparedSplit
-from finetune_trainer.tasks.tag_columns import OUTSIDE, check_tags, tag_ids, tag_names
+from finetune_trainer.tasks.tag_columns import OUTSIDE, check_tags, known_tag_ids, tag_ids, tag_names
 
 _HEAD = "ForTokenClassification"
 _NOT_COUNTED = -100
@@ -129,11 +131,7 @@ class _Encoding(Encoding):
         for split in tagged.values():
             check_tags(split, column, self.inputs(columns)["tokens"])
         first = tagged.get("train") or next(iter(tagged.values()))
-        names = (
-            known.names
-            if known is not None
-            else class_names(getattr(first.rows.features[column], "feature", None)) or tag_names(first, column)
-        )
+        names = known.names if known is not None else class_names(first, column) or tag_names(first, column)
         if len(names) < 2:
             raise StageError(
                 FailureClass.DATA,
@@ -141,7 +139,16 @@ class _Encoding(Encoding):
                 f"Split {first.name} ({first.origin}) has the one tag {names[0]!r}; a tagger needs two.",
                 "Check dataset.columns.tags.",
             )
-        return Targets(Labels(names), {role: tag_ids(split, column, names) for role, split in tagged.items()})
+        labels, ids, notes = Labels(names), {}, list[str]()
+        for role, split in tagged.items():
+            if known is None:
+                ids[role] = tag_ids(split, column, names)
+            else:
+                ids[role], assumed = known_tag_ids(split, column, names)
+                notes.extend(assumed)
+            if role != "train" and not _of_entities(names):
+                notes.extend(absent_note(split, self.count_labels(ids[role], labels)))
+        return Targets(labels, ids, tuple(dict.fromkeys(notes)))
 
     def count_labels(self, targets: NDArray[Any], labels: Labels) -> dict[str, int]:
         """Count the words of each tag."""
@@ -194,6 +201,7 @@ class _Encoding(Encoding):
 class _Head(heads.AutoHead):
     auto = "AutoModelForTokenClassification"
     label_place = "same"
+    named_outputs = True
 
     def model_labels(self, config: PretrainedConfig) -> Labels | None:
         """Read `id2label`, when the checkpoint was saved with a head for tags."""
@@ -201,10 +209,11 @@ class _Head(heads.AutoHead):
         return None if names is None else Labels(names)
 
     def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """Build the model; a head of another size in the checkpoint is replaced."""
+        """Build the model; a head for other tags in the checkpoint is replaced."""
         config = load_config(job)
+        head = self.model_labels(config)
         heads.name_labels(config, facts.labels)
-        return self.built(job, config, dtype)
+        return self.built(job, config, dtype, new_outputs=head is not None and is_new(head, labels_of(facts)))
 
 
 class _Scoring(Scoring):
@@ -402,17 +411,16 @@ def _predicted_tags(answers: Sequence[Answer], split: PreparedSplit, rows: slice
 
 def _gold(split: PreparedSplit) -> list[NDArray[np.int32]]:
     """Return for each row the right tag ids of all its words."""
-    known: dict[Any, int] = {name: at for at, name in enumerate(split.facts.labels)}
-    known |= {at: at for at in range(len(known))}
-    return [np.array([known[tag] for tag in tags], np.int32) for tags in split.raw()[split.inputs["tags"]]]
+    raw = RawSplit(split.role, "the prepared data", split.raw())
+    return list(known_tag_ids(raw, split.inputs["tags"], split.facts.labels)[0])
 
 
 def measured(tags: Sequence[NDArray[Any]], answers: Sequence[NDArray[Any]], names: Sequence[str]) -> dict[str, float]:
     """Return accuracy of words; f1, precision and recall of whole entities by seqeval where tags are those of entities
-    (`B-person`), else of tags, as the plain mean over them. `tags` and `answers`: tag ids of each row's words; an
-    answer may be `_NO_TAG`, which is never right.
+    (`B-person`), else of tags, as the plain mean over those that occur. `tags` and `answers`: tag ids of each row's
+    words; an answer may be `_NO_TAG`, which is never right.
     """
-    scores = class_scores(np.concatenate(tags), np.concatenate(answers), len(names))
+    scores = class_scores(np.concatenate(tags), np.concatenate(answers))
     if _of_entities(names):
         from seqeval.metrics import f1_score, precision_score, recall_score
 
