@@ -19,6 +19,7 @@ from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.predict.evaluate import evaluate
 from finetune_trainer.predict.predict import predict
+from finetune_trainer.prepare.check import Trains, check
 from finetune_trainer.prepare.prepare import prepare
 from finetune_trainer.tasks.label_forms import FORMS
 from finetune_trainer.tasks.task_registry import task_parts
@@ -201,6 +202,27 @@ def test_numbers_written_as_text_are_numbers_and_whole_ones_are_classes(
         there = JobPaths(tmp_path / f"job-{form}")
         prepare(a_job(model, file).model_copy(update={"predict": None}), there, NoProgress())
         assert PreparedData.open(there).facts.label_form == form
+
+
+def test_a_separator_makes_several_classes_of_a_text_in_all_stages(
+    model: Path, tmp_path: Path, paths: JobPaths
+) -> None:
+    for split in ("train", "validation", "test"):
+        lines = ["text,label", 'the ball,"sport, home"', "a soup,food", "the chair,home", "and we,", "a goal,sport"]
+        (tmp_path / f"{split}.csv").write_text("\n".join([lines[0], *lines[1:] * 4]) + "\n", encoding="utf-8")
+    plain = a_job(model, tmp_path, steps=2, micro=2, batch=2).model_copy(update={"predict": None})
+    assert plain.dataset is not None
+    job = plain.model_copy(update={"dataset": plain.dataset.model_copy(update={"label_separator": ","})})
+    counts = {"food": 4, "home": 8, "sport": 8}
+    assert [split.labels for split in check(job, trains=Trains()).splits] == [counts] * 3
+    trained(job, paths)
+    facts = PreparedData.open(paths).facts
+    assert (facts.labels, facts.label_form) == (tuple(counts), "multi_label_classification")
+    assert facts.label_counts == counts
+    assert evaluate(job, paths, NoProgress())["evaluate"]["rows"] == 20
+    rows = [{"label": ["sport", "home"]}, {"label": ["food"]}, {"label": ["home"]}, {"label": []}, {"label": ["sport"]}]
+    flags = PreparedData.open(paths).of("test").lists("flags")[:5]
+    assert [list(row) for row in flags] == [[int(name in row["label"]) for name in counts] for row in rows]
 
 
 def test_a_split_of_another_form_is_refused(model: Path, tmp_path: Path, paths: JobPaths) -> None:

@@ -30,11 +30,12 @@ def targets_of(
     train: Sequence[Any] | RawSplit,
     given: Mapping[str, str] | None = None,
     known: Labels | None = None,
+    separator: str | None = None,
     **others: Sequence[Any] | RawSplit,
 ) -> Targets:
     splits = {"train": train, **others}
     raw = {role: labels if isinstance(labels, RawSplit) else split(labels, role) for role, labels in splits.items()}
-    encoding = task_parts("text-classification", label_names=given).encoding
+    encoding = task_parts("text-classification", label_names=given, label_separator=separator).encoding
     return encoding.targets(raw, COLUMNS, known)
 
 
@@ -182,3 +183,87 @@ def test_labels_without_rows_in_a_measured_split_are_noted() -> None:
     made = targets_of(["a", "b", "c"], test=["a", "a"], validation=["a", "b", "c"])
     (note,) = made.notes
     assert note.startswith("Split test (test.jsonl): 2 of 3 labels have no row, b, c. f1, precision and recall are")
+
+
+# ------------------------------------------------------------------------------------------- several labels in one text
+
+GENRES = ["movie, long", "movie", "", "long,movie,long", " short "]
+
+
+def test_a_separator_splits_a_text_into_its_labels() -> None:
+    """The ids are those of scikit-learn for the same lists."""
+    from sklearn.preprocessing import MultiLabelBinarizer
+
+    made = targets_of(GENRES, separator=",", test=["short,long"], validation=[""])
+    binarizer = MultiLabelBinarizer()
+    flags = binarizer.fit_transform([["movie", "long"], ["movie"], [], ["long", "movie"], ["short"]])
+    assert made.labels == Labels(tuple(binarizer.classes_), "multi_label_classification")
+    assert made.of["train"].tolist() == flags.tolist()
+    assert made.of["test"].tolist() == binarizer.transform([["short", "long"]]).tolist()
+    assert made.of["validation"].tolist() == [[0, 0, 0]]
+    named = targets_of(["1|2", "2"], {"1": "one", "2": "two"}, separator="|")
+    assert (named.labels.names, named.of["train"].tolist()) == (("one", "two"), [[1, 1], [0, 1]])
+    known = targets_of(["B;a"], known=Labels(("b", "A"), "multi_label_classification"), separator=";")
+    assert known.of["train"].tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize(("labels", "reason"), [([1, 2], "LabelType"), (["a", None], "NullLabel")])
+def test_a_separator_needs_texts(labels: list[Any], reason: str) -> None:
+    with pytest.raises(StageError) as caught:
+        targets_of(labels, separator=",")
+    assert caught.value.reason == reason
+
+
+def test_classes_that_seem_to_be_several_labels_get_advice() -> None:
+    advice = 'If a text holds several labels, set dataset.labelSeparator: "{}".'
+    for separator in ",;|":
+        labels = [f"movie{separator} long", f"movie{separator} short", "movie", "long"]
+        (note,) = targets_of(labels).notes
+        assert note.startswith("Split train (train.jsonl): the 4 labels in column 'label' repeat each other's parts")
+        assert note.endswith(advice.format(separator))
+    assert targets_of(["Rome, Italy", "Paris, France"]).notes == ()
+    with pytest.raises(StageError) as caught:
+        targets_of(["movie, long", "movie", "short"], test=["movie, short"])
+    assert (caught.value.reason, caught.value.hint) == ("LabelOutOfRange", advice.format(","))
+    with pytest.raises(StageError) as caught:
+        targets_of([f"a{i}, a{j}" for i in range(9) for j in range(9) if i < j] * 2 + [f"b{i}" for i in range(40)])
+    assert (caught.value.reason, caught.value.hint) == ("TooManyLabels", advice.format(","))
+
+
+# --------------------------------------------------------------------------------------------------- numbers as labels
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ["5", "2.5", "0"],
+        [*(f"{i / 1000:.3f}" for i in range(4000)), "5"],
+        [" 1e-3", "+.5", "-2.", "7", "1.5"],
+        [*map(str, range(100)), "3.5"],
+    ],
+    ids=["few", "one whole number", "forms of numbers", "many whole numbers"],
+)
+def test_texts_of_numbers_with_a_fraction_are_numbers(labels: list[str]) -> None:
+    made = targets_of(labels, test=["1", "2", "4"])
+    assert made.labels == Labels((), "regression")
+    assert made.of["train"].tolist() == [float(label) for label in labels]
+    assert made.of["test"].tolist() == [1.0, 2.0, 4.0]
+    classes = targets_of(["5", "2.5", "0"], {"5": "good", "2.5": "fair", "0": "bad"})
+    assert (classes.labels.names, classes.of["train"].tolist()) == (("bad", "fair", "good"), [2, 1, 0])
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_a_fraction_among_classes_is_a_mistake_in_train_alone(text: bool) -> None:
+    mistaken = [0.5 if i == 7 else float(i % 3) for i in range(40)]
+    labels = [f"{value:g}" for value in mistaken] if text else mistaken
+    with pytest.raises(StageError, match=r"row 8.*a fraction among classes is a mistake"):
+        targets_of(labels)
+    made = targets_of([0.5, 1.0, 2.25], test=labels)
+    assert made.of["test"].tolist() == mistaken
+    known = targets_of(labels, known=Labels((), "regression"))
+    assert known.of["train"].tolist() == mistaken
+
+
+def test_a_word_among_numbers_of_another_split_is_refused() -> None:
+    with pytest.raises(StageError, match=r"Split test \(test.jsonl\), row 2: column 'label' is 'good'"):
+        targets_of(["0.5", "1"], test=["1", "good"])

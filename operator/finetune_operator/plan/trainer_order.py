@@ -56,6 +56,7 @@ def data_source(
         splits=Splits(train=splits.train, validation=splits.validation, test=splits.test),
         columns=Columns(**columns),
         labels=dict(sorted(dataset.labels.items())),
+        label_separator=dataset.label_separator,
     )
 
 

@@ -56,6 +56,8 @@ class DataSource(Order):
     """Value of the label column as text -> label name; empty: the values are the names. Omitted if empty, so that
     images that do not know the field read such jobs.
     """
+    label_separator: str | None = Field(default=None, min_length=1, exclude_if=lambda separator: separator is None)
+    """Text between the labels of a row in the label column; None: a text is one label."""
 
 
 class Preparation(Order):

@@ -235,6 +235,7 @@ def _order(job: TrainerJob) -> _Order:
     refuse_long_answers(job, config)
     stride = window_stride(job, max_length)
     tokenizer = load_tokenizer(job)
+    separator = None if job.dataset is None else job.dataset.label_separator
     basis = {
         "format": _FORMAT,
         "task": job.task,
@@ -247,6 +248,7 @@ def _order(job: TrainerJob) -> _Order:
         "seed": job.seed,
         **({} if head is None else {"head": [head.names, head.form]}),
         **({"label_names": job.dataset.labels} if job.dataset is not None and job.dataset.labels else {}),
+        **({"label_separator": separator} if separator is not None else {}),
     }
     fingerprint = _digest({**basis, "splits": {role: _part_digest(part) for role, part in parts.items()}})
     coding = Coding(tokenizer, max_length, stride, config.model_type)

@@ -1,12 +1,12 @@
 """Forms of a text's label: one class, several classes, or a number.
 
 A form reads and checks labels, batches them, and judges the answers to them. The data decide the form: a column of
-lists has several classes a row, a column of fractions holds numbers, any other holds classes.
+lists has several classes a row, a column of numbers of which one has a decimal point holds numbers, any other holds
+classes.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -22,7 +22,7 @@ from finetune_contract.metrics import METRICS
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.tasks.class_metrics import class_scores, cross_entropy, softmax
-from finetune_trainer.tasks.label_names import PATH, flat, names_of, positions
+from finetune_trainer.tasks.label_names import PATH, flat, names_of, positions, separator_hint
 from finetune_trainer.tasks.row_checks import class_names, is_list, is_text, row_error, shown_names
 from finetune_trainer.tasks.task_protocol import Feature
 
@@ -31,11 +31,13 @@ if TYPE_CHECKING:
 
 Logits: TypeAlias = NDArray[np.float32]
 """Shape (rows, labels)."""
-_FRACTION = re.compile(r"[+-]?[0-9]*\.[0-9]+(?:[eE][+-]?[0-9]+)?")
+_NUMBER = r"^\s*[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\s*$"
 _MANY_LABELS = 50
 """Number of classes up to which a column is taken for classes without a check."""
 _FEW = 0.1
 """Share of fractions below which whole numbers are taken for classes, and the fractions for mistakes."""
+FEW_NUMBERS = 10
+"""Different whole numbers up to which a column of fractions looks like classes."""
 SECRET = -1
 """Label in Hub data sets whose test labels are kept secret."""
 
@@ -137,7 +139,7 @@ class SingleLabel:
                 "TooManyLabels",
                 f"Split {split.name} ({split.origin}): column {column!r} has {len(names)} labels in {len(values)} "
                 "rows, too few rows per label to learn classes.",
-                f"Check {PATH}; to learn a number, write it as a fraction (7.0).",
+                separator_hint(names) or f"Check {PATH}; to learn a number, write it as a fraction (7.0).",
             )
         return names
 
@@ -292,7 +294,7 @@ class MultiLabel:
 
 
 class Regression:
-    """A number with a fraction, also as text with a decimal point."""
+    """A number: a fraction, or a text of a number in a column where one has a decimal point."""
 
     name: LabelForm = "regression"
     column: str = "value"
@@ -305,18 +307,22 @@ class Regression:
         values = split.table[column]
         numbers: list[Any] = []
         for row, value in enumerate(values.to_pylist()):
-            number = None if value is None or value == "" else float(value)
+            try:
+                number = None if value is None or value == "" else float(value)
+            except (TypeError, ValueError):
+                rule = "the labels of the other rows are numbers"
+                raise row_error("LabelType", split, row, PATH, column, value, rule) from None
             if number is None or not np.isfinite(number):
                 raise row_error("NullLabel", split, row, PATH, column, value, "a row needs its number")
             numbers.append(number)
-        odd = [row for row, number in enumerate(numbers) if number != int(number)]
-        if odd and len(odd) < _FEW * len(numbers):
-            rule = "nearly all labels are whole numbers: a fraction among classes is a mistake"
-            raise row_error("LabelType", split, odd[0], PATH, column, numbers[odd[0]], rule)
         return numbers
 
     def names(self, split: RawSplit, column: str, values: list[Any]) -> tuple[str, ...]:
-        """Return none."""
+        """Return none. Raise StageError DATA `LabelType` for numbers that look like classes with a mistake."""
+        odd = [row for row, number in enumerate(values) if not number.is_integer()]
+        if odd and len(odd) < _FEW * len(values) and len({*values} - {values[row] for row in odd}) <= FEW_NUMBERS:
+            rule = "nearly all labels are a few whole numbers: a fraction among classes is a mistake"
+            raise row_error("LabelType", split, odd[0], PATH, column, values[odd[0]], rule)
         return ()
 
     def targets(self, split: RawSplit, column: str, values: list[Any], names: Sequence[str]) -> NDArray[Any]:
@@ -385,8 +391,10 @@ def form_of(split: RawSplit, column: str, given: Mapping[str, str]) -> Form:
     if pa.types.is_floating(values.type) or pa.types.is_decimal(values.type):
         return FORMS["regression"]
     if is_text(values.type):
-        written = pc.match_substring_regex(pc.drop_null(values.combine_chunks()), f"^(?:{_FRACTION.pattern})$")
-        if len(written) and pc.all(written).as_py():
+        written = pc.drop_null(values.combine_chunks())
+        written = written.filter(pc.not_equal(written, ""))
+        numbers = pc.all(pc.match_substring_regex(written, _NUMBER)).as_py()
+        if numbers and pc.any(pc.match_substring(written, ".")).as_py():
             return FORMS["regression"]
     return FORMS["single_label_classification"]
 
@@ -399,7 +407,8 @@ def _strange(split: RawSplit, column: str, row: int, label: object, names: Seque
     if classes is not None and isinstance(label, int) and 0 <= label < len(classes):
         label = classes[label]
     rule = f"the labels are {shown_names(names)}"
-    return row_error("LabelOutOfRange", split, row, PATH, column, label, rule)
+    hint = separator_hint([*names, label]) if isinstance(label, str) else ""
+    return row_error("LabelOutOfRange", split, row, PATH, column, label, rule, hint)
 
 
 def _sigmoid(logits: Logits) -> NDArray[np.float64]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+import pyarrow as pa
 
 from finetune_trainer.core.failures import first_of
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.tasks.head_labels import assumed_note, spelled, unnamed
-from finetune_trainer.tasks.row_checks import class_names, row_error
+from finetune_trainer.tasks.row_checks import class_names, is_text, row_error
 
 PATH = "dataset.columns.label"
 _WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,8}")
@@ -122,6 +125,45 @@ def unused_note(split: RawSplit, column: str, values: Sequence[Any], given: Mapp
         f"Split {split.name} ({split.origin}): dataset.labels has {first_of(unused, 8)}, and no row has such a "
         f"label in column {column!r}: the model cannot learn it.",
     )
+
+
+def separated(split: RawSplit, column: str, separator: str) -> RawSplit:
+    """Return the labels alone, with the list of its labels for each text: parts without blanks around them, each once.
+
+    Raise StageError DATA `LabelType` for a column that is not text.
+    """
+    values = split.table[column]
+    if not is_text(values.type):
+        rule = f"dataset.labelSeparator separates labels in a text, and the column is of type {values.type}"
+        raise row_error(
+            "LabelType", split, 0, PATH, column, values[0].as_py(), rule, "Leave dataset.labelSeparator out."
+        )
+    lists = [None if text is None else [*dict.fromkeys(_parts(text, separator))] for text in values.to_pylist()]
+    return replace(split, source=pa.table({column: pa.array(lists, pa.list_(pa.string()))}))
+
+
+def separator_hint(names: Sequence[str]) -> str:
+    """Return advice on names that consist of fewer labels, which they repeat, by a common separator; else nothing."""
+    for separator in ",;|":
+        parts = {part for name in names for part in _parts(name, separator)}
+        if any(separator in name for name in names) and len(parts) < len(names):
+            return f'If a text holds several labels, set dataset.labelSeparator: "{separator}".'
+    return ""
+
+
+def separator_note(split: RawSplit, column: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Return a note on classes whose names seem to be several labels each."""
+    hint = separator_hint(names)
+    if not hint:
+        return ()
+    return (
+        f"Split {split.name} ({split.origin}): the {len(names)} labels in column {column!r} repeat each other's parts, "
+        f"and are different classes: {first_of(names, 8)}. {hint}",
+    )
+
+
+def _parts(text: str, separator: str) -> list[str]:
+    return [part for part in map(str.strip, text.split(separator)) if part]
 
 
 def absent_note(split: RawSplit, counts: Mapping[str, int]) -> tuple[str, ...]:

@@ -12,17 +12,23 @@ from finetune_trainer.tasks.task_protocol import TaskParts
 
 def task_of(job: TrainerJob) -> TaskParts:
     """Return the job's task, with the job's settings for it."""
-    return task_parts(job.task, job.preference, label_names=job.dataset.labels if job.dataset else {})
+    if job.dataset is None:
+        return task_parts(job.task, job.preference)
+    labels, separator = job.dataset.labels, job.dataset.label_separator
+    return task_parts(job.task, job.preference, label_names=labels, label_separator=separator)
 
 
 def task_parts(
-    task: Task, preference: Preference | None = None, label_names: Mapping[str, str] | None = None
+    task: Task,
+    preference: Preference | None = None,
+    label_names: Mapping[str, str] | None = None,
+    label_separator: str | None = None,
 ) -> TaskParts:
     """Return the parts of `task`. Settings are needed only where they change the result."""
     if task == "text-classification":
         from finetune_trainer.tasks.text_classification import text_classification
 
-        return text_classification(label_names or {})
+        return text_classification(label_names or {}, label_separator)
     if task == "token-classification":
         from finetune_trainer.tasks.token_classification import token_classification
 

@@ -26,7 +26,7 @@ from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.class_metrics import Confusion, informative_rows
 from finetune_trainer.tasks.encoding import encodings, never_empty
 from finetune_trainer.tasks.head_labels import is_new
-from finetune_trainer.tasks.label_forms import FORMS, SECRET, Form, Logits, form_of
+from finetune_trainer.tasks.label_forms import FEW_NUMBERS, FORMS, SECRET, Form, Logits, form_of
 from finetune_trainer.tasks.label_names import (
     PATH,
     absent_note,
@@ -35,6 +35,8 @@ from finetune_trainer.tasks.label_names import (
     mapped_names,
     names_in,
     numbers_note,
+    separated,
+    separator_note,
     similar_note,
     unused_note,
     whole_numbers_note,
@@ -66,16 +68,16 @@ if TYPE_CHECKING:
 _HEAD = "ForSequenceClassification"
 
 
-def text_classification(label_names: Mapping[str, str]) -> TaskParts:
+def text_classification(label_names: Mapping[str, str], label_separator: str | None) -> TaskParts:
     """Return the parts of `text-classification`. A target is its form's value of a label, an answer has `logits`, one
-    for each label. `label_names`: the job's `dataset.labels`.
+    for each label. `label_names`, `label_separator`: the job's `dataset.labels` and `dataset.labelSeparator`.
     """
-    return TaskParts(_Encoding(label_names), _Head(), _Scoring(), _Description())
+    return TaskParts(_Encoding(label_names, label_separator), _Head(), _Scoring(), _Description())
 
 
 class _Encoding(Encoding):
-    def __init__(self, label_names: Mapping[str, str]) -> None:
-        self._label_names = label_names
+    def __init__(self, label_names: Mapping[str, str], label_separator: str | None) -> None:
+        self._label_names, self._label_separator = label_names, label_separator
 
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
         """Return the columns of the text, and of the pair's second text and the label when named."""
@@ -121,6 +123,8 @@ class _Encoding(Encoding):
         labelled = {role: split for role, split in raw.items() if column in split.rows.column_names}
         if column is None or not labelled:
             return Targets(known or Labels())
+        if self._label_separator is not None:
+            labelled = {role: separated(split, column, self._label_separator) for role, split in labelled.items()}
         first = labelled.get("train") or next(iter(labelled.values()))
         form = FORMS[known.form] if known is not None and known.form is not None else form_of(first, column, given)
         for split in labelled.values():
@@ -318,16 +322,13 @@ def _is_secret(values: Sequence[Any]) -> bool:
     return all(value == SECRET for value in values)
 
 
-_FEW_NUMBERS = 10
-"""Different whole numbers up to which a column of fractions looks like classes."""
-
-
 def _notes(split: RawSplit, column: str, form: Form, values: Sequence[Any], names: Sequence[str]) -> tuple[str, ...]:
     """Return notes on labels that may mean something else, by the split that defines them."""
     if form.name != "regression":
-        return (*numbers_note(split, column, names), *similar_note(split, column, names)) if names else ()
+        several = separator_note(split, column, names) if form.name == "single_label_classification" else ()
+        return (*numbers_note(split, column, names), *similar_note(split, column, names), *several) if names else ()
     distinct = sorted(set(values))
-    if len(distinct) > _FEW_NUMBERS or not all(value.is_integer() for value in distinct):
+    if len(distinct) > FEW_NUMBERS or not all(value.is_integer() for value in distinct):
         return ()
     written = {str(value) for value in FORMS["single_label_classification"].values(split, column)}
     return whole_numbers_note(split, column, sorted(written, key=float))

@@ -115,7 +115,11 @@ def _form_rule(block: str) -> Rule:
 
 BLOCKS = ("dataset", "predict.dataset")
 RULES: tuple[Rule, ...] = (
-    *(is_for(f"{block}.labels", ("text-classification",)) for block in BLOCKS),
+    *(
+        is_for(f"{block}.{field}", ("text-classification",))
+        for field in ("labels", "labelSeparator")
+        for block in BLOCKS
+    ),
     *map(_form_rule, BLOCKS),
     *(_column_rule(column, tasks, block) for block in BLOCKS for column, tasks in COLUMN_TASKS.items()),
 )

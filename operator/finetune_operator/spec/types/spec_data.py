@@ -169,6 +169,12 @@ class DatasetSpec(SpecModel):
         "names, or class ids if they count from 0 without gaps. Used by text-classification; not used in "
         "predict.dataset.",
     )
+    label_separator: Text | None = Field(
+        default=None,
+        description='Separator of several labels in one text, e.g. ";" for "movie; long". The parts are stripped, an '
+        "empty text has no label, and a repeated label counts once. If unset, a text is one label. Used by "
+        "text-classification; not used in predict.dataset.",
+    )
 
 
 class PreparationSpec(SpecModel):
