@@ -11,7 +11,6 @@ read: paths in a manifest cannot leave it, and symbolic links and files that the
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -20,16 +19,17 @@ import shutil
 import stat
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from finetune_contract.arguments import COMPILATION
 from finetune_contract.contract_models import Message
 from finetune_contract.layout import FailureClass
-from finetune_contract.trainer_job import TrainerJob
+from finetune_contract.trainer_job import TrainerJob, Training
 from finetune_trainer.checkpoint.signing import Signer
 from finetune_trainer.core.failures import StageError, other_settings
 from finetune_trainer.core.files import (
@@ -62,8 +62,7 @@ class Manifest(Message):
     """Name with the ZeRO stage, e.g. `deepspeed-zero2`."""
     world_size: int
     job: dict[str, Any]
-    """Settings that must be equal for a run to resume from here; see `identity`."""
-    job_digest: str
+    """Settings that must be equal for a run to resume from here; see `identity`. Earlier images wrote defaults too."""
     written: float
     """Unix time in seconds."""
     files: dict[EntryName, FileEntry]
@@ -117,7 +116,7 @@ def identity(job: TrainerJob, fingerprint: str, of_task: Mapping[str, Any]) -> d
 
     Left out are the distribution of the work (strategy, world, micro-batch, checkpointing) and the plan's own choice of
     torch.compile, so that a run resumes after its memory was adapted or its node was lost, and the trackers that it
-    reports to.
+    reports to; and fields at their defaults, so that a run resumes with an image that has fields more.
     """
     assert job.training is not None
     spread = {"strategy", "world", "checkpoints", "batch", "compiles_by_plan"}
@@ -132,12 +131,23 @@ def identity(job: TrainerJob, fingerprint: str, of_task: Mapping[str, Any]) -> d
         "global_batch_size": job.training.batch.global_batch_size,
         **of_task,
     }
-    return json.loads(json.dumps(fields, sort_keys=True))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(_without_defaults(fields), sort_keys=True))  # type: ignore[no-any-return]
 
 
-def digest(fields: Mapping[str, Any]) -> str:
-    """Return the sha256 of `fields` as canonical JSON."""
-    return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def _without_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of `identity` without those at their defaults, inner ones included."""
+    fields = {**TrainerJob.model_fields, **Training.model_fields}
+    kept: dict[str, Any] = {}
+    for name, value in settings.items():
+        kept[name] = value
+        if name in fields:
+            kind: TypeAdapter[Any] = TypeAdapter(fields[name].annotation)
+            with suppress(ValidationError):  # of an image with other fields
+                setting = kind.validate_python(value)
+                kept[name] = kind.dump_python(setting, mode="json", exclude_defaults=True)
+                if setting == fields[name].get_default(call_default_factory=True):
+                    del kept[name]
+    return kept
 
 
 class CheckpointStore:
@@ -183,7 +193,6 @@ class CheckpointStore:
             strategy=strategy,
             world_size=world_size,
             job=job,
-            job_digest=digest(job),
             written=time.time(),
             files=self._hashing.entries_of(source),
         )
@@ -248,8 +257,9 @@ class CheckpointStore:
 
 def refuse_other_job(checkpoint: Checkpoint, job: Mapping[str, Any]) -> None:
     """Raise StageError CHECKPOINT that names the differing settings, when the checkpoint's are not those of `job`."""
-    if digest(job) != checkpoint.manifest.job_digest:
-        raise other_settings(f"{checkpoint.folder} was", checkpoint.manifest.job, job)
+    theirs, ours = _without_defaults(checkpoint.manifest.job), _without_defaults(job)
+    if theirs != ours:
+        raise other_settings(f"{checkpoint.folder} was", theirs, ours)
 
 
 def verify(folder: Path, signer: Signer | None = None, hashing: FileHashing = ALONE) -> Checkpoint:

@@ -51,7 +51,7 @@ def first_of(names: Sequence[str], most: int) -> str:
 def other_settings(subject: str, theirs: Mapping[str, object], ours: Mapping[str, object]) -> StageError:
     """Return the error for checkpoints (`subject`) written with other settings; it names the differing ones."""
     changed = [
-        f"{name} was {theirs.get(name)!r}, is {ours.get(name)!r}"
+        f"{name} was {_shown(theirs, name)}, is {_shown(ours, name)}"
         for name in sorted({*theirs, *ours})
         if theirs.get(name) != ours.get(name)
     ]
@@ -61,6 +61,10 @@ def other_settings(subject: str, theirs: Mapping[str, object], ours: Mapping[str
         f"{subject} written with other settings: {'; '.join(changed)}.",
         "Train from the beginning (checkpoints.resume: never), or rename the job.",
     )
+
+
+def _shown(settings: Mapping[str, object], name: str) -> str:
+    return repr(settings[name]) if name in settings else "not set"
 
 
 def chain(error: BaseException) -> list[BaseException]:

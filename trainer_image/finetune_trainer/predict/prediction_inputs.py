@@ -76,7 +76,9 @@ class PredictionInputs:
             "source": self.source.identity(),
             "columns": self.requested.columns.model_dump(exclude_none=True),
             "copies": dict(self.requested.copies),
-            "job": job.model_dump(mode="json", include={"task", "model", "generation", "preference", "seed"}),
+            "job": job.model_dump(
+                mode="json", include={"task", "model", "generation", "preference", "seed"}, exclude_defaults=True
+            ),
             "length": [self.coding.max_length, self.coding.stride],
             "means": [self.means.device, self.means.batch_tokens, self.means.precision],
             "trained": weights_version(job, paths),

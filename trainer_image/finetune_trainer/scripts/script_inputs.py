@@ -12,8 +12,10 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator
 
 from finetune_contract.contract_models import Message
 from finetune_contract.data_settings import DataSource
@@ -59,7 +61,10 @@ class Origin(Message):
     arguments: tuple[str, ...]
     model: str
     revision: str
-    data: str | None
+    data: Annotated[
+        DataSource | None, BeforeValidator(lambda data: json.loads(data) if isinstance(data, str) else data)
+    ]
+    """Earlier images wrote it as text."""
 
     @classmethod
     def of(cls, job: TrainerJob, script: Script, program: Program) -> Origin:
@@ -71,7 +76,7 @@ class Origin(Message):
             arguments=script.arguments,
             model=job.model.uri,
             revision=job.model.revision,
-            data=None if job.dataset is None else job.dataset.to_json(),
+            data=job.dataset,
         )
 
 
@@ -159,12 +164,13 @@ def check_origin(paths: JobPaths, origin: Origin) -> None:
     if newest_checkpoint(paths.checkpoints) is None:
         return
     try:
-        theirs: Mapping[str, object] = json.loads((paths.checkpoints / ORIGIN_FILE).read_bytes())
+        theirs = Origin.model_validate_json((paths.checkpoints / ORIGIN_FILE).read_bytes())
     except (OSError, ValueError):
-        theirs = {}
-    ours: Mapping[str, object] = json.loads(origin.to_json())
-    if theirs != ours:
-        raise other_settings(f"The checkpoints in {paths.checkpoints} were", theirs, ours)
+        theirs = None
+    if theirs != origin:
+        settings = {} if theirs is None else theirs.model_dump(mode="json", exclude_defaults=True)
+        ours = origin.model_dump(mode="json", exclude_defaults=True)
+        raise other_settings(f"The checkpoints in {paths.checkpoints} were", settings, ours)
 
 
 def make_folders(paths: JobPaths, origin: Origin, resume: bool) -> None:

@@ -35,7 +35,7 @@ class RunMarker(Message):
 class RecordedSettings(Message):
     """Settings of a stage's run, kept in `state/<stage>.given.json` beside the completion marker."""
 
-    job: JsonValue
+    job: TrainerJob
     deepspeed: JsonValue = None
 
     @classmethod
@@ -45,7 +45,7 @@ class RecordedSettings(Message):
             config = None if deepspeed is None else json.loads(deepspeed.read_bytes())
         except (OSError, ValueError):
             config = str(deepspeed)
-        return cls(job=job.model_dump(mode="json", by_alias=True), deepspeed=config)
+        return cls(job=job, deepspeed=config)
 
 
 def last_stage(job: TrainerJob) -> Stage:
@@ -115,7 +115,7 @@ def _move_away(folder: Path) -> Path:
 
 def finished(paths: JobPaths, stage: Stage, given: RecordedSettings) -> TrainerReport | None:
     """Return the stage's report if it succeeded in this run with exactly these settings; else None."""
-    if not isinstance(given.job, dict) or given.job.get("run") is None:
+    if given.job.run is None:
         return None
     try:
         report = TrainerReport.model_validate_json(_marker(paths, stage).read_bytes())
@@ -129,7 +129,7 @@ def mark_complete(paths: JobPaths, stage: Stage, given: RecordedSettings, report
     """Write the completion marker, as the stage's last file. In a run, it invalidates the results that later stages
     derived from an earlier one.
     """
-    if isinstance(given.job, dict) and given.job.get("run") is not None:
+    if given.job.run is not None:
         order = list(Stage)
         for stale in order[order.index(stage) :]:
             _marker(paths, stale).unlink(missing_ok=True)
