@@ -202,6 +202,7 @@ def planned(
     model: ModelFacts | None = None,
     arguments: dict[str, Any] | None = None,
     hardware: str = "gpu=A10G,gpus=2,hostMemory=512Gi",
+    task: str = "text-classification",
     **parallelism: Any,
 ) -> JobPlan:
     document = {
@@ -209,7 +210,7 @@ def planned(
         "kind": "FineTuneJob",
         "metadata": {"name": "reviews"},
         "spec": {
-            "task": "text-classification",
+            "task": task,
             "model": {"uri": "hf://org/model", "adapter": adapter},
             "dataset": {"uri": "hf://org/data"},
             "training": {"globalBatchSize": 64, "arguments": arguments or {}},
@@ -260,6 +261,22 @@ def test_plan_has_the_adapter_and_its_trained_share_and_memory():
     ]
     # 16 bytes for each of 1.0B parameters leave 24 GB no room for all activations; 2, and 12 for each trained one, do.
     assert (planned({"method": "none"}).strategy, made.strategy) == ("ddp+selective-activation-checkpointing", "ddp")
+
+
+@pytest.mark.parametrize(
+    ("task", "asked", "dropout"),
+    [
+        pytest.param("preference-tuning", {}, 0.0, id="trl's DPOTrainer turns it off"),
+        pytest.param("preference-tuning", {"dropout": 0.1}, 0.1, id="the job's own value"),
+        pytest.param("text-generation", {}, 0.05, id="another task"),
+        pytest.param("text-generation", {"dropout": 0}, 0.0, id="none"),
+    ],
+)
+def test_adapter_of_preference_tuning_has_no_dropout_by_default(task: str, asked: dict[str, Any], dropout: float):
+    training = planned({"method": "lora", **asked}, task=task).trainer.training
+    assert training is not None
+    assert training.adapter is not None
+    assert training.adapter.dropout == dropout
 
 
 def test_model_with_unknown_layers_is_planned_as_fully_trained():

@@ -69,6 +69,8 @@ NO_LOOP = "!has(self.training) || has(self.training.script)"
 
 UNREADABLE = ("training.arguments", "checkpoints.every", "model.adapter.targetModules")
 """Fields that CEL cannot read: objects without declared fields, and fields of no fixed type."""
+_FORMER_DEFAULTS = {"model.adapter.dropout": 0.05}
+"""Field without a default -> the one that an earlier CRD wrote into stored jobs: no choice of theirs."""
 
 
 def value_of(spec: FineTuneJobSpec, path: str) -> Any:
@@ -91,6 +93,8 @@ def chosen_cel(path: str, *values: str | bool) -> str:
         terms.append(f"({' || '.join(chosen_cel(nested) for nested in inner if nested not in UNREADABLE)})")
     elif isinstance(field.default, tuple | dict):
         terms.append(f"size({place}) > 0")
+    elif path in _FORMER_DEFAULTS:
+        terms.append(f"{place} != {_literal(_FORMER_DEFAULTS[path])}")
     elif field.default is not None and not field.is_required():
         terms.append(f"{place} != {_literal(float(field.default) if field.annotation is float else field.default)}")
     return " && ".join(terms) or "true"

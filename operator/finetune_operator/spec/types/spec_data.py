@@ -23,8 +23,10 @@ class AdapterSpec(SpecModel):
     alpha: Annotated[float, Field(gt=0, le=65536)] = Field(
         default=32.0, description="Scale of the update; the effective factor is alpha / rank. Defaults to 32."
     )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.05, description="Dropout probability on the adapter's input, from 0 to below 1. Defaults to 0.05."
+    dropout: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        default=None,
+        description="Dropout probability on the adapter's input, from 0 to below 1. Defaults to 0.05, for "
+        "preference-tuning to 0.",
     )
     target_modules: Auto | Annotated[tuple[Text, ...], Field(min_length=1, max_length=64)] = Field(
         default="auto",
