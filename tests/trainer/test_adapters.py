@@ -18,7 +18,7 @@ from finetune_trainer.core.failures import StageError
 from finetune_trainer.serving.request_rows import Form
 from finetune_trainer.serving.serving_engine import ServingEngine
 from trainer_support.no_checkpoints import to_the_last_step
-from trainer_support.tasks import largest_difference
+from trainer_support.tasks import largest_difference, task_job, write_decoder
 
 LORA = Adapter(method="lora", rank=4, alpha=16, dropout=0.0)
 DORA = LORA.model_copy(update={"method": "dora"})
@@ -345,8 +345,7 @@ def test_the_merged_model_answers_as_the_base_with_the_adapter_does(method: str,
         "r": 4,
         "lora_alpha": 16.0,
         "use_dora": method == "dora",
-        # The last part alone: an adapter that is passed on must not name the machine's folders. No name of the Hub.
-        "base_model_name_or_path": "./tiny-bert",
+        "base_model_name_or_path": str(Path(run.job.model.uri.removeprefix("file://")).resolve()),
         "inference_mode": True,
     }
     assert sorted(file.name for file in run.paths.adapter.iterdir()) == [
@@ -435,6 +434,37 @@ def test_adapters_of_other_architectures_are_written_for_peft_and_merged(
     expected = answers(adapted_model)
     assert (answers(merged) - expected).abs().max().item() <= 1e-5
     assert (answers(together) - expected).abs().max().item() <= 1e-5
+
+
+@pytest.mark.parametrize("uri", ["file://base", "file://{}/base", "file://{}/link"])
+def test_peft_loads_an_adapter_with_the_base_that_it_names(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The base is a local folder, and another folder is the current one when the adapter is loaded."""
+    import torch
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    from finetune_trainer.models.adapters import adapt, write_adapter_and_merge
+
+    base = write_decoder(tmp_path / "base")
+    (tmp_path / "link").symlink_to("base")
+    monkeypatch.chdir(tmp_path)
+    job = task_job("text-generation", uri.format(tmp_path), tmp_path, ["text"])
+    adapted_model = AutoModelForCausalLM.from_pretrained(base)
+    adapted = adapt(adapted_model, LORA, job)
+    state = {
+        name: torch.randn_like(value) for name, value in adapted_model.state_dict().items() if name in adapted.trained
+    }
+    merged = write_adapter_and_merge(
+        AutoModelForCausalLM.from_pretrained(base), adapted, job, state, tmp_path / "adapter"
+    )
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+    loaded = AutoPeftModelForCausalLM.from_pretrained("../adapter")
+
+    assert loaded.peft_config["default"].base_model_name_or_path == str(base.resolve())
+    assert (answers(loaded) - answers(merged)).abs().max().item() <= 1e-5
+    assert (answers(loaded) - answers(AutoModelForCausalLM.from_pretrained(base))).abs().max().item() > 1e-2
 
 
 @pytest.mark.parametrize("method", ["lora", pytest.param("qlora", marks=needs_four_bits)])

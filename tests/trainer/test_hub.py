@@ -241,3 +241,34 @@ def test_refusal_by_the_hub_is_not_answered_from_the_cache(cached: tuple[Path, l
         hub.shutdown()
     assert found == [FailureClass.MODEL, "ModelNotFound"]
     assert "is used" not in log
+
+
+FETCH = """
+import sys
+from finetune_contract.data_settings import ModelSource
+from finetune_trainer.models.loading import MODEL_CARD, fetch_card, model_file
+
+model = ModelSource(uri=sys.argv[1])
+before = model_file(model, MODEL_CARD)
+fetch_card(model)
+file = model_file(model, MODEL_CARD)
+print(before, None if file is None else file.read_text())
+"""
+
+
+@pytest.mark.parametrize(("text", "found"), [("license: mit", "None license: mit\n"), (None, "None None\n")])
+def test_card_of_a_hub_model_is_fetched_once_for_later_stages(text: str | None, found: str, tmp_path: Path) -> None:
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    if text is not None:
+        (folder / "README.md").write_text(text)
+    with Hub(("127.0.0.1", 0), {NAME: Repository(NAME, folder, private=False)}, TOKEN) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path / "cache")}
+        run = [sys.executable, "-c", FETCH, f"hf://{NAME}"]
+        done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=patient(300))
+        hub.shutdown()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == found

@@ -554,6 +554,58 @@ def test_local_paths_are_not_given_out_as_hub_repositories(paths):
     assert "pkg://some\\_package/model" in body
 
 
+CARD = (
+    "---\nlicense: other\nlicense_name: terms\nlicense_link: https://a.example/terms\nbase_model: org/first\n---\n# A\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("readme", "config", "front"),
+    [
+        (
+            CARD,
+            {"_name_or_path": "org/second", "license": "mit"},
+            {
+                **{"base_model": "org/first", "license": "other", "license_name": "terms"},
+                "license_link": "https://a.example/terms",
+            },
+        ),
+        (None, {"_name_or_path": "org/second", "license": "mit"}, {"base_model": "org/second", "license": "mit"}),
+        ("---\nbase_model: [org/a, org/b]\n---\n", {}, {"base_model": ["org/a", "org/b"]}),
+        ("# no front matter", {"_name_or_path": "/root/model"}, {}),
+        ("---\nlicense: [\n---\n", {}, {}),
+        ("---\n- a\n---\n", {"license": {"a": 1}}, {}),
+    ],
+    ids=["card", "config", "several bases", "nothing", "broken card", "no texts"],
+)
+def test_model_card_repeats_origin_and_license_of_a_local_base(readme: str | None, config: Any, front: Any, paths):
+    base = paths.root / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(config))
+    if readme is not None:
+        (base / "README.md").write_text(readme)
+    found, _ = card(paths, a_job(f"file://{base}"))
+    names = ("base_model", "license", "license_name", "license_link")
+    assert {name: found[name] for name in names if name in found} == front
+
+
+def test_model_card_has_the_license_that_the_hub_model_declares(paths, monkeypatch):
+    import huggingface_hub
+
+    cache, commit = paths.root / "cache", "a" * 40
+    snapshot = cache / "models--org--model" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: org/before\n---\n")
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).write_text("{}")
+    (cache / "models--org--model" / "refs").mkdir()
+    (cache / "models--org--model" / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    front, _ = card(paths, a_job())
+    assert (front["base_model"], front["license"]) == ("org/model", "apache-2.0")
+
+
 def test_folders_of_this_machine_do_not_appear_in_the_model_card(paths):
     write_model_card(paths, a_job(f"file://{paths.root}/base", f"file://{paths.root}/reviews"), FACTS, METRICS)
     text = (paths.model / "README.md").read_text(encoding="utf-8")

@@ -29,7 +29,7 @@ from finetune_contract.choices import Precision
 from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import Adapter, TrainerJob
 from finetune_trainer.core.failures import StageError, first_of, needed_library
-from finetune_trainer.core.uris import public_uri
+from finetune_trainer.core.uris import Uri, local_path, package_path
 from finetune_trainer.models.adapter_card import AdapterCard
 from finetune_trainer.models.loading import weights_digest
 from finetune_trainer.models.stored_weights import in_training_type
@@ -286,10 +286,13 @@ def _config(
 
 
 def _base_name(uri: str) -> str:
-    """Return the base model's name for peft. A local path begins with "./": peft looks for other names on the Hub."""
-    if uri.startswith("file://"):
-        return f"./{public_uri(uri)}"
-    return uri.removeprefix("hf://")
+    """Return the base model's name, with which peft loads it: on the Hub, or an absolute path."""
+    parsed = Uri.parse(uri, "model.uri")
+    if parsed.scheme == "hf":
+        return parsed.rest.rstrip("/")
+    if parsed.scheme == "pkg":
+        return str(package_path(parsed, "model.uri", FailureClass.MODEL, "ModelNotFound").resolve())
+    return str(local_path(parsed).resolve())
 
 
 def _kind(model: PreTrainedModel) -> TaskType | None:

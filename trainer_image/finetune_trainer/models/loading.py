@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,10 @@ from finetune_trainer.models.hub_revisions import commit_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+
 _FIELD = "model.uri"
+MODEL_CARD = "README.md"
 _NO_REVISION = "main"
 """Revision in the contract when the job names none."""
 DEFAULT_LENGTH_LIMIT = 512
@@ -92,6 +96,30 @@ def resolve_model(
             "Leave model.revision out, or use hf://.",
         )
     return str(path), {"trust_remote_code": trust_remote_code, "local_files_only": True}
+
+
+def model_file(source: ModelSource, name: str) -> Path | None:
+    """Return a file beside the weights that a model may lack; None if it is not on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    uri = Uri.parse(source.uri, _FIELD)
+    if uri.scheme == "hf":
+        cached = try_to_load_from_cache(hub_name(uri.rest.rstrip("/"), uri, _FIELD), name, revision=source.revision)
+        return Path(cached) if isinstance(cached, str) else None
+    file = Path(resolve_model(source.uri, source.revision)[0]) / name
+    return file if file.is_file() else None
+
+
+def fetch_card(source: ModelSource) -> None:
+    """Fetch the card of a Hub model, if it has one: loading the model does not. Later stages may not reach the Hub."""
+    from huggingface_hub import hf_hub_download
+
+    if source.uri.startswith("hf://"):
+        name, arguments = resolve_model(source.uri, source.revision)
+        try:
+            hf_hub_download(name, MODEL_CARD, revision=arguments["revision"])
+        except Exception:  # the client's errors have no common base but Exception
+            log.debug("%s has no card.", name, exc_info=True)
 
 
 def pinned(job: TrainerJob) -> tuple[TrainerJob, str | None]:

@@ -33,6 +33,7 @@ from finetune_trainer.data.prepared import FACTS_FILE, INPUTS_FILE, PreparedInpu
 from finetune_trainer.data.row_shards import check_first_rows, row_source
 from finetune_trainer.data.sources import ColumnNeed, RawSplit, Role, SplitSource, predict_split, splits_by_role
 from finetune_trainer.models.loading import (
+    fetch_card,
     load_config,
     load_tokenizer,
     refuse_long_answers,
@@ -236,6 +237,8 @@ def _order(job: TrainerJob) -> _Order:
     stride = window_stride(job, max_length)
     tokenizer = load_tokenizer(job)
     separator = None if job.dataset is None else job.dataset.label_separator
+    if job.training is not None:
+        fetch_card(job.model)
     basis = {
         "format": _FORMAT,
         "task": job.task,

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 import jinja2
 import yaml
 
+from finetune_contract.data_settings import ModelSource
 from finetune_contract.facts import DataFacts
+from finetune_contract.hub import is_hub_name
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import Communication
 from finetune_contract.trainer_job import Adapter, TrainerJob, Training
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.files import write_atomically
 from finetune_trainer.core.uris import public_uri
+from finetune_trainer.models.loading import MODEL_CARD, model_file
 
 
 def write_model_card(paths: JobPaths, job: TrainerJob, facts: DataFacts, metrics: Mapping[str, Any]) -> None:
@@ -47,7 +52,7 @@ def write_model_card(paths: JobPaths, job: TrainerJob, facts: DataFacts, metrics
             settings=training_settings(job, metrics.get("train", {})),
         )
     )
-    write_atomically(paths.model / "README.md", text)
+    write_atomically(paths.model / MODEL_CARD, text)
 
 
 def _front_matter(
@@ -55,8 +60,7 @@ def _front_matter(
 ) -> dict[str, Any]:
     """Return the metadata; only Hub names appear as such: a local path is no repository."""
     front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": tag, "tags": ["fine-tuned", job.task]}
-    if job.model.uri.startswith("hf://"):
-        front["base_model"] = job.model.uri.removeprefix("hf://")
+    front |= _origin(job.model)
     dataset = job.dataset.uri if job.dataset else ""
     if dataset.startswith("hf://"):
         front["datasets"] = [dataset.removeprefix("hf://")]
@@ -69,6 +73,35 @@ def _front_matter(
             {"name": job.name, "results": [{"task": {"type": tag}, "dataset": data, "metrics": results}]}
         ]
     return front
+
+
+def _origin(base: ModelSource) -> dict[str, Any]:
+    """Return the base model's name on the Hub and its license: those that its card or config declares, for a model on
+    the Hub its own name.
+    """
+    config, card = _declared(base, "config.json", json.loads), _declared(base, MODEL_CARD, _front_matter_of)
+    # transformers' Trainer, too, takes the config's for the base (TrainingSummary.from_trainer).
+    names = card.get("base_model", config.get("_name_or_path"))
+    known = [name for name in (names if isinstance(names, list) else [names]) if is_hub_name(str(name or ""))]
+    origin: dict[str, Any] = {"base_model": known[0] if len(known) == 1 else known}
+    if base.uri.startswith("hf://"):
+        origin["base_model"] = base.uri.removeprefix("hf://")
+    origin |= {name: card.get(name, config.get(name)) for name in ("license", "license_name", "license_link")}
+    return {name: value for name, value in origin.items() if value and isinstance(value, str | list)}
+
+
+def _declared(base: ModelSource, name: str, read: Callable[[str], Any]) -> dict[str, Any]:
+    """Return the content of a file of the base model; {} if it cannot be read, as the card only repeats it."""
+    with suppress(OSError, ValueError, yaml.YAMLError, StageError):
+        file = model_file(base, name)
+        content = None if file is None else read(file.read_text(encoding="utf-8-sig"))
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def _front_matter_of(text: str) -> Any:
+    _, mark, rest = text.partition("---\n")
+    return yaml.safe_load(rest.partition("\n---")[0]) if mark else None
 
 
 def training_settings(job: TrainerJob, train: Mapping[str, Any]) -> dict[str, str]:
