@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import json
 import random
 import re
+import shutil
 import string
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +25,8 @@ from finetune_trainer.models.loading import load_tokenizer
 from finetune_trainer.predict.evaluate import evaluate
 from finetune_trainer.predict.predict import predict
 from finetune_trainer.prepare.prepare import prepare
+from finetune_trainer.serving.request_rows import Form
+from finetune_trainer.serving.serving_engine import ServingEngine
 from finetune_trainer.tasks.answer_spans import LONGEST_ANSWER, measured
 from finetune_trainer.tasks.question_answering import NO_ANSWER, question_answering
 from trainer_support.tasks import (
@@ -237,9 +241,13 @@ def test_an_answer_that_no_window_holds_counts_as_truncated(model: Path, data: P
 # ---------------------------------------------------------------------------------------------------------- results
 
 
-def plainly(paths: JobPaths, rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[float], float]:
+def plainly(
+    paths: JobPaths, rows: Sequence[dict[str, Any]], *, handle_impossible_answer: bool = False
+) -> tuple[list[str], list[float], float]:
     """Return, without windows, the best span of each row, by trying all; its share among none and the best 20 spans of
     the 20 likeliest starts and ends; and the mean loss as the model itself computes it.
+
+    `handle_impossible_answer`, as of the former pipeline of transformers: an answer may be none, whatever the config.
     """
     from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
@@ -256,7 +264,7 @@ def plainly(paths: JobPaths, rows: Sequence[dict[str, Any]]) -> tuple[list[str],
         spans = [(float(start[a] + end[b]), a, b) for a in inside for b in inside if a <= b < a + LONGEST_ANSWER]
         score, a, b = max(spans)
         none = float(start[0] + end[0])
-        may_be_none = getattr(network.config, "answers_may_be_missing", False)
+        may_be_none = handle_impossible_answer or getattr(network.config, "answers_may_be_missing", False)
         empty = may_be_none and none > score
         starts, ends = (set(sorted(inside, key=lambda at: -float(part[at]))[:20]) for part in (start, end))
         likely = sorted((each[0] for each in spans if each[1] in starts and each[2] in ends), reverse=True)
@@ -335,6 +343,100 @@ def test_untrained_model_keeps_its_handling_of_missing_answers(model: Path, data
     assert PreparedData.open(again).facts.labels == (NO_ANSWER,)
     predict(job, again, NoProgress())
     assert len(predictions(again)) == 6
+
+
+@pytest.fixture(scope="module")
+def elsewhere(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model of plain transformers, without the field in its config. Its weights are random, and its
+    first token scores so high that it is the answer to some rows of `ASKED`, and not to others.
+    """
+    from transformers import AutoTokenizer, BertForQuestionAnswering
+
+    place = JobPaths(tmp_path_factory.mktemp("elsewhere"))
+    torch.manual_seed(3)
+    network = BertForQuestionAnswering.from_pretrained(model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.save_pretrained(place.model)
+    given = tokenizer(
+        [row["question"] for row in ASKED], [row["context"] for row in ASKED], return_tensors="pt", padding=True
+    )
+    with torch.no_grad():
+        weights = network.qa_outputs.weight.normal_().clone()
+        states = network.bert(**given).last_hidden_state
+        first = states[:, 0].mean(0) - states[:, 1:].mean((0, 1))
+        none, low, high = 0, 0.0, 16.0
+        while not 4 <= none <= len(ASKED) - 4:
+            middle = (low + high) / 2
+            network.qa_outputs.weight.copy_(weights + middle * first)
+            network.save_pretrained(place.model)
+            none = plainly(place, ASKED, handle_impossible_answer=True)[0].count("")
+            low, high = (middle, high) if none < 4 else (low, middle)
+    return place.model
+
+
+ASKED = questions(40, 5, without=True)
+
+
+def asking(elsewhere: Path, data: Path, **changes: Any) -> TrainerJob:
+    """Return a job without training whose rows to predict are in `ask.jsonl`, without answers."""
+    write_lines(data / "ask.jsonl", [{key: row[key] for key in ("question", "context")} for row in ASKED])
+    dataset = {"uri": f"file://{data / 'ask.jsonl'}", "columns": {"question": "question", "context": "context"}}
+    return a_job(elsewhere, data, training=None, **{"predict": {**INFERENCE, "dataset": dataset}, **changes})
+
+
+def test_rows_without_answers_let_a_model_of_others_answer_none(elsewhere: Path, data: Path, paths: JobPaths) -> None:
+    rows = questions(40, 2, without=True)
+    write_lines(data / "test.jsonl", rows)
+    place = JobPaths(elsewhere.parent)
+    answers, _, loss = plainly(place, rows, handle_impossible_answer=True)
+    job = asking(elsewhere, data)
+    facts = prepare(job, paths, NoProgress())
+    assert (facts.labels, facts.label_counts) == ((NO_ANSWER,), {NO_ANSWER: 10})
+
+    sections = evaluate(job, paths, NoProgress())
+
+    expected = by_the_rules(answers, [row["answers"]["text"] for row in rows])
+    assert {name: sections["evaluate"][name] for name in expected} == pytest.approx(expected, abs=1e-6)
+    assert sections["evaluate"]["loss"] == pytest.approx(loss, rel=1e-4)
+    assert sections["majority"] == {"exact_match": 0.25, "f1": 0.25}
+    never, _, _ = plainly(place, rows)
+    assert "" in answers
+    assert "" not in never
+    split = job.model_copy(update={"predict": job.predict.model_copy(update={"dataset": None})})  # type: ignore[union-attr]
+    predict(split, paths, NoProgress())
+    assert [line["answer"] for line in predictions(paths)] == answers
+
+    # The same model answers other rows, and requests, as it was evaluated.
+    asked, _, _ = plainly(place, ASKED, handle_impossible_answer=True)
+    assert "" in asked
+    predict(job, paths, NoProgress())
+    assert [line["answer"] for line in predictions(paths)] == asked
+    engine = ServingEngine.load(job, paths)
+    form = Form(("question", "context"), engine.generation)
+    served = engine.answer(form, engine.encode(form, [{role: row[role] for role in form.roles} for row in ASKED]))
+    assert [row["answer"] for row in served] == asked
+
+
+@pytest.mark.parametrize("field", [None, False, True])
+def test_config_lets_a_model_of_others_answer_none_without_rows(
+    field: bool | None, elsewhere: Path, data: Path, paths: JobPaths, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(elsewhere, folder)
+    if field is not None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "answers_may_be_missing": field}))
+    expected, _, _ = plainly(JobPaths(elsewhere.parent), ASKED, handle_impossible_answer=bool(field))
+    assert ("" in expected) == bool(field)
+    job = asking(folder, data, dataset=None, evaluation=None)
+    prepare(job, paths, NoProgress())
+    predict(job, paths, NoProgress())
+    assert [line["answer"] for line in predictions(paths)] == expected
+
+
+def test_rows_without_answers_in_any_split_count_in_training(model: Path, data: Path, paths: JobPaths) -> None:
+    write_lines(data / "test.jsonl", questions(40, 2, without=True))
+    assert prepare(a_job(model, data), paths, NoProgress()).labels == (NO_ANSWER,)
 
 
 def test_card_shows_how_to_query_the_model(model: Path, data: Path, paths: JobPaths) -> None:

@@ -42,7 +42,7 @@ from finetune_trainer.predict.prediction_inputs import PARTS_FORMAT, PredictionI
 from finetune_trainer.predict.prediction_output import Output, output_of, write_lines
 from finetune_trainer.predict.prediction_parts import Joined, PartFacts, Parts, PartsManifest
 from finetune_trainer.predict.prediction_workers import Crew, Sharing, SingleWorker, result_of
-from finetune_trainer.predict.runner import Means, settle, used_model, weights_version
+from finetune_trainer.predict.runner import Means, settle, shown_by_rows, used_model, weights_version
 from finetune_trainer.predict.shard_claims import Worker
 from finetune_trainer.predict.tensor_group import WHOLE_MODEL, WholeModel, joined_group
 from finetune_trainer.predict.token_rate import log_tokens, token_throughput
@@ -425,6 +425,7 @@ def _loaded_answerer(given: PredictionInputs, paths: JobPaths) -> Answerer:
     """Load the model, or this process's slice of it."""
     job, task, means = given.job, task_of(given.job), given.means
     model, _ = used_model(job, paths, means.precision, means.devices, given.group)
+    model.config.update(shown_by_rows(job, paths))
     labels = labels_of_model(job, task.head, model.config)
     settle(model, means.device)
     encoder = Encoder(task, given.coding, packing=False)

@@ -16,7 +16,7 @@ from finetune_trainer.data.row_shards import PreparedRows, RowSource, row_source
 from finetune_trainer.predict.answering import ROW, RequestedColumns, coding_of
 from finetune_trainer.predict.prediction_output import FolderOutput, Output
 from finetune_trainer.predict.prediction_parts import FILE, POSITION
-from finetune_trainer.predict.runner import Means, weights_version
+from finetune_trainer.predict.runner import Means, shown_by_rows, weights_version
 from finetune_trainer.predict.tensor_group import WholeModel
 from finetune_trainer.prepare.prepare import predict_part
 from finetune_trainer.tasks.task_protocol import Coding
@@ -82,6 +82,7 @@ class PredictionInputs:
             "length": [self.coding.max_length, self.coding.stride],
             "means": [self.means.device, self.means.batch_tokens, self.means.precision],
             "trained": weights_version(job, paths),
+            **shown_by_rows(job, paths),
             "optimization": None if job.predict is None else [job.predict.optimization, job.predict.tolerance],
         }
         if job.predict is not None and job.predict.metric_tolerance is not None:

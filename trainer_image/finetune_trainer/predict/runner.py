@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from finetune_contract.choices import Device, InferencePrecision, Stage
 from finetune_contract.inference_settings import CPU_BATCH_TOKENS, Evaluation, Generation, Prediction
-from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.distributed import refuse_missing_gpu
 from finetune_trainer.core.failures import StageError
@@ -92,6 +92,7 @@ def model_to_use(
     for other labels than those of the prepared data.
     """
     model, name = used_model(job, paths, precision, devices, group)
+    model.config.update(shown_by_rows(job, paths))
     labels = task_of(job).head.model_labels(model.config)
     if labels != labels_of(prepared.facts):
         raise StageError(
@@ -102,6 +103,15 @@ def model_to_use(
             "Run the stages prepare and train again.",
         )
     return model
+
+
+def shown_by_rows(job: TrainerJob, paths: JobPaths) -> dict[str, Any]:
+    """Return fields of the config of `model.uri` that the prepared rows decide, see `Head.shown`; none if the job
+    trains, as training decides them, or if nothing is prepared.
+    """
+    if job.training is not None or not (paths.prepared / COMPLETION_MARKER).is_file():
+        return {}
+    return task_of(job).head.shown(PreparedData.open(paths).facts)
 
 
 def used_model(

@@ -28,7 +28,7 @@ from finetune_trainer.data.row_shards import ShardKey
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.predict.answering import Answerer, RequestedColumns, coding_of, seed_of
 from finetune_trainer.predict.backends.served_backend import backend_to_serve, plain_answerer, served_backend
-from finetune_trainer.predict.runner import settle, used_model, weights_version
+from finetune_trainer.predict.runner import settle, shown_by_rows, used_model, weights_version
 from finetune_trainer.prepare.prepare import labels_of_model
 from finetune_trainer.prepare.shards import Encoder
 from finetune_trainer.scripts.trained import job_of_trained_model
@@ -111,6 +111,7 @@ class ServingEngine:
         garbage_collection.begin_with_models()
         serving, paths, job = self.serving, self.paths, self.job
         version, judged = weights_version(job, paths), backend_to_serve(job, paths, serving.optimization)
+        shown = shown_by_rows(job, paths)
         if self.trained:
             # The tokenizer, too, is read from the trained model's folder: nothing is fetched.
             trained_job = job_of_trained_model(job, paths)
@@ -134,6 +135,7 @@ class ServingEngine:
             self.models = _served(serving.model_name, replace(plain, settled=True), adapted)
             return
         model, _ = used_model(job, paths, serving.precision)
+        model.config.update(shown)
         labels = labels_of_model(job, task.head, model.config)
         plain = plain_answerer(job, model, labels, encoder)
         _, forward = served_backend(plain, _writable(paths), version, judged)

@@ -2,8 +2,8 @@
 
 A paragraph that does not fit beside its question is cut into overlapping windows. A window without the whole answer is
 taught to point to its first token, like a question without an answer: the method of BERT's authors for SQuAD. An answer
-is the best span over all windows of a row; where the data have questions without an answer, it is compared with the
-no-answer score (the least over the windows, as each window has to agree).
+is the best span over all windows of a row; where the data or the model have questions without an answer, it is compared
+with the no-answer score (the least over the windows, as each window has to agree).
 
 Models let the padding of a batch compete with the paragraph for the answer. Their loss would depend on how rows are cut
 into micro-batches; the loss here leaves padding out.
@@ -77,6 +77,8 @@ if TYPE_CHECKING:
 _HEAD = "ForQuestionAnswering"
 NO_ANSWER = "no answer"
 """The only label: where it is known, questions may have no answer."""
+_MAY_BE_MISSING = "answers_may_be_missing"
+"""Field of a model's config."""
 
 
 @dataclass(frozen=True)
@@ -142,12 +144,13 @@ class _Encoding(Encoding):
                 raise row_error("NullText", split, row, path, name, values[row].as_py(), f"a row needs its {role}")
 
     def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
-        """Return the targets; rows may have several answers, or none if the model (`known`) or train has such rows."""
+        """Return the targets; rows may have several answers, or none if the model (`known`) has learnt that, or a split
+        has such rows: a model that was trained elsewhere does not say what it has learnt.
+        """
         answered = {role: split for role, split in raw.items() if columns.answers in split.rows.column_names}
         targets = {role: _answers(split, columns) for role, split in answered.items()}
-        first = targets.get("train", next(iter(targets.values()), None))
-        open_ends = first is not None and any(not texts for texts, _ in first)
-        return Targets(known or Labels((NO_ANSWER,) if open_ends else ()), targets)
+        open_ends = any(not texts for split in targets.values() for texts, _ in split)
+        return Targets(Labels((NO_ANSWER,)) if open_ends else known or Labels(), targets)
 
     def count_labels(self, targets: NDArray[Any], labels: Labels) -> dict[str, int]:
         """Count the rows without an answer, where there may be such."""
@@ -227,13 +230,17 @@ class _Head(heads.AutoHead):
         """Return the labels of a checkpoint with a head for spans: `NO_ANSWER` if it knows missing answers."""
         if heads.labels_of(config, _HEAD) is None:
             return None
-        return Labels((NO_ANSWER,) if getattr(config, "answers_may_be_missing", False) else ())
+        return Labels((NO_ANSWER,) if getattr(config, _MAY_BE_MISSING, False) else ())
+
+    def shown(self, facts: DataFacts) -> dict[str, Any]:
+        """Return that answers may be missing, if rows without an answer are evaluated."""
+        return {_MAY_BE_MISSING: True} if NO_ANSWER in facts.labels else {}
 
     def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """Build the model; a head of another kind in the checkpoint is replaced."""
         config = load_config(job)
         heads.name_labels(config, ("start", "end"))
-        config.answers_may_be_missing = NO_ANSWER in facts.labels
+        setattr(config, _MAY_BE_MISSING, NO_ANSWER in facts.labels)
         return self.built(job, config, dtype)
 
     def empty_model(self, config: PretrainedConfig, labels: int) -> PreTrainedModel:

@@ -235,6 +235,10 @@ class Head(Protocol):
     def model_labels(self, config: PretrainedConfig) -> Labels | None:
         """Return the labels of a model that has this task's head; None when it has no such head."""
 
+    def shown(self, facts: DataFacts) -> dict[str, Any]:
+        """Return fields for the config of a model that was trained elsewhere: those that its job's rows decide."""
+        return {}
+
     def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """Build the job's model with a head for `facts.labels`, for training; float32 unless `dtype` is given.
 
