@@ -196,7 +196,7 @@ def test_filled_masks_equal_those_of_the_pipeline(model, data, paths, tmp_path) 
 
 def test_a_model_without_a_mask_token_is_refused(tmp_path, data, paths, tiny_bert) -> None:
     folder = tiny_bert(tmp_path / "model", words=WORDS)
-    word_tokenizer().save_pretrained(folder)
+    word_tokenizer([]).save_pretrained(folder)
     (folder / "vocab.txt").unlink()
     job = task_job("masked-lm", folder, data, ["text"], training=training_of(steps=1), predict=None)
     with pytest.raises(StageError) as caught:

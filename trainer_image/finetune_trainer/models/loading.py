@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 _FIELD = "model.uri"
 MODEL_CARD = "README.md"
+NEEDED_TOKENS = ("pad_token", "mask_token")
+"""Special tokens that are put into batches, whether a row has them or not."""
 _NO_REVISION = "main"
 """Revision in the contract when the job names none."""
 DEFAULT_LENGTH_LIMIT = 512
@@ -201,6 +203,43 @@ def load_tokenizer(job: TrainerJob) -> PreTrainedTokenizerBase:
             )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def embedded_tokens(
+    job: TrainerJob, config: Mapping[str, Any], vocabulary: Mapping[str, int], special: Collection[str]
+) -> int | None:
+    """Return the number of token ids that the model has embeddings of; None if its `config` does not say.
+
+    Raise StageError MODEL `TokensWithoutEmbedding` if the tokenizer's `vocabulary` has ids beyond. Tokens of `special`
+    may have such ids, as that of images in Gemma 3 does: rows that have them are refused later (`tokens_error`).
+    """
+    embedded = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    if not isinstance(embedded, int):
+        return None
+    beyond = [(id_, token) for token, id_ in vocabulary.items() if id_ >= embedded and token not in special]
+    if beyond:
+        id_, token = min(beyond)
+        raise tokens_error(f"The tokenizer of {job.model.uri} has {len(vocabulary):,} tokens", token, id_, embedded)
+    return embedded
+
+
+def tokens_error(subject: str, token: str, id_: int, embedded: int) -> StageError:
+    """Return the error for a token without an embedding. `subject`: where it is, as the begin of a sentence."""
+    return StageError(
+        FailureClass.MODEL,
+        "TokensWithoutEmbedding",
+        f"{subject}, and the model's embedding has {embedded:,} rows, for ids below {embedded:,}: {token!r} has the id "
+        f"{id_:,}.",
+        "Call model.resize_token_embeddings(len(tokenizer)) and save both, or use the tokenizer that the model came "
+        "with.",
+    )
+
+
+def tokenizer_embedded(job: TrainerJob, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return `embedded_tokens` of a loaded tokenizer. The tokens of `NEEDED_TOKENS` need an embedding."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special -= {getattr(tokenizer, name) for name in NEEDED_TOKENS}
+    return embedded_tokens(job, config.to_dict(), tokenizer.get_vocab(), special)
 
 
 def _prepend_space(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -30,6 +30,7 @@ from finetune_trainer.models.loading import (
     load_config,
     load_tokenizer,
     position_limit,
+    tokenizer_embedded,
     truncation_length,
     window_stride,
 )
@@ -304,7 +305,9 @@ def coding_of(job: TrainerJob) -> Coding:
     if job.task in DECODER_TASKS and positions is not None:
         # Prompt and answer share the positions of a decoder.
         length = max(1, min(length, positions - job.generation.max_new_tokens))
-    return Coding(load_tokenizer(job), length, window_stride(job, length), config.model_type)
+    tokenizer = load_tokenizer(job)
+    embedded = tokenizer_embedded(job, config, tokenizer)
+    return Coding(tokenizer, length, window_stride(job, length), config.model_type, embedded)
 
 
 def seed_of(seed: int, key: ShardKey) -> int:

@@ -10,7 +10,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,10 +24,17 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.report import FailureReport
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.failures import StageError, classify
-from finetune_trainer.core.uris import Uri, hub_name
+from finetune_trainer.core.uris import Uri
 from finetune_trainer.data.file_formats import python_values
 from finetune_trainer.data.sources import RawSplit, Role, source_of
-from finetune_trainer.models.loading import refuse_long_answers, resolve_model, truncation_length
+from finetune_trainer.models.loading import (
+    NEEDED_TOKENS,
+    embedded_tokens,
+    model_file,
+    refuse_long_answers,
+    tokens_error,
+    truncation_length,
+)
 from finetune_trainer.prepare.prepare import Part, parts_of, predict_part, split_validation
 from finetune_trainer.tasks.conversations import BESIDE, ConversationError, messages_of
 from finetune_trainer.tasks.head_labels import in_head_order
@@ -134,21 +141,30 @@ class _Model:
     tokenizer: Tokenizer | None
     labels: Labels | None = None
     """Labels of its head, if it has one for the task whose outputs they name."""
+    embedded: int | None = None
+    """Number of token ids that it has embeddings of; None: unknown."""
 
     @classmethod
     def of(cls, job: TrainerJob) -> _Model:
-        """Read the files; StageError as `resolve_model`, `truncation_length` and `refuse_long_answers`."""
-        config, tokenizer = _model_files(job)
+        """Read the files; StageError as `resolve_model`, `truncation_length`, `refuse_long_answers` and
+        `embedded_tokens`.
+        """
+        config, file, names = _model_files(job)
         if config is None:
             return cls(job.preparation.max_length, None)
         content = {**_DEFAULTS, **json.loads(config.read_text(encoding="utf-8"))}
-        names = content["id2label"] or {i: f"LABEL_{i}" for i in range(content["num_labels"])}
-        content["id2label"] = {int(number): name for number, name in names.items()}
+        label_names = content["id2label"] or {i: f"LABEL_{i}" for i in range(content["num_labels"])}
+        content["id2label"] = {int(number): name for number, name in label_names.items()}
         settings, head = cast("PretrainedConfig", SimpleNamespace(**content)), task_of(job).head
         length = truncation_length(job, settings)
         refuse_long_answers(job, settings)
         labels = head.model_labels(settings) if head.named_outputs else None
-        return cls(length, None if tokenizer is None else _tokenizer(tokenizer), labels)
+        tokenizer = None if file is None else _tokenizer(file)
+        if tokenizer is None:
+            return cls(length, None, labels)
+        special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+        special -= _needed_tokens(names)
+        return cls(length, tokenizer, labels, embedded_tokens(job, content, tokenizer.get_vocab(), special))
 
 
 _DEFAULTS: Mapping[str, object] = {
@@ -162,24 +178,14 @@ _DEFAULTS: Mapping[str, object] = {
 """Values of fields that `config.json` leaves out, as in transformers."""
 
 
-def _model_files(job: TrainerJob) -> tuple[Path | None, Path | None]:
-    """Return `config.json` and `tokenizer.json`, where they are on this machine."""
+def _model_files(job: TrainerJob) -> list[Path | None]:
+    """Return `_MODEL_FILES`, where they are on this machine."""
     parsed = Uri.parse(job.model.uri, "model.uri")
-    if parsed.scheme not in ("file", "pkg", "hf"):
-        return None, None
-    if parsed.scheme != "hf":
-        name, _ = resolve_model(job.model.uri, job.model.revision)
-        whole = Path(name) / "tokenizer.json"
-        return Path(name) / "config.json", whole if whole.is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-
-    name = hub_name(parsed.rest.rstrip("/"), parsed, "model.uri")  # without a request to the Hub
-    kept = [try_to_load_from_cache(name, file, revision=job.model.revision) for file in _MODEL_FILES]
-    config, tokenizer = (Path(path) if isinstance(path, str) else None for path in kept)
-    return config, tokenizer
+    known = parsed.scheme in ("file", "pkg", "hf")
+    return [model_file(job.model, name) if known else None for name in _MODEL_FILES]
 
 
-_MODEL_FILES = ("config.json", "tokenizer.json")
+_MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def _tokenizer(file: Path) -> Tokenizer | None:
@@ -192,6 +198,15 @@ def _tokenizer(file: Path) -> Tokenizer | None:
     made.no_truncation()
     made.no_padding()
     return made
+
+
+def _needed_tokens(file: Path | None) -> set[str]:
+    """Return the tokens of `NEEDED_TOKENS` that `tokenizer_config.json` names."""
+    with suppress(OSError, ValueError, AttributeError):  # prepare reports files that it cannot read
+        content = {} if file is None else json.loads(file.read_bytes())
+        named = [content.get(name) for name in NEEDED_TOKENS]
+        return {str(token["content"] if isinstance(token, dict) else token) for token in named if token}
+    return set()
 
 
 # ----------------------------------------------------------------------------------------------------------------- rows
@@ -223,7 +238,8 @@ def _check_rows(
     # Labels of one split are judged by those of another, and tasks read them in checked rows.
     labels = _check_labels(job, task, raw, head, findings, trains=trains) if len(checked) == len(parts) else {}
     return [
-        _described(task.encoding, parts[role], role, split, labels.get(role, {}), model) for role, split in raw.items()
+        _described(task.encoding, parts[role], role, split, labels.get(role, {}), model, findings)
+        for role, split in raw.items()
     ]
 
 
@@ -282,7 +298,13 @@ def _refuse_few_rows(rows: int, batch: int) -> None:
 
 
 def _described(
-    encoding: Encoding, part: Part, role: Role, split: RawSplit, labels: Mapping[str, int], model: _Model | None
+    encoding: Encoding,
+    part: Part,
+    role: Role,
+    split: RawSplit,
+    labels: Mapping[str, int],
+    model: _Model | None,
+    findings: _Findings,
 ) -> CheckedSplit:
     table = split.table
     words, characters = {}, {}
@@ -293,7 +315,10 @@ def _described(
         if texts:
             words[name] = _lengths([sum(len(text.split()) for text in cell) for cell in texts])
             characters[name] = _lengths([sum(map(len, cell)) for cell in texts])
-    tokens = _token_counts(table, [*words], model)
+    ids = _token_ids(table, [*words], model)
+    with findings.collected():
+        _refuse_unknown_tokens(ids, model)
+    tokens = [len(row) for row in ids.values()]
     longer = sum(count > model.max_length for count in tokens) if tokens and model and model.max_length else None
     return CheckedSplit(
         role=role,
@@ -337,14 +362,27 @@ def _texts(value: Any) -> list[str]:
     return [text for item in value for text in _texts(item)] if isinstance(value, list) else []
 
 
-def _token_counts(table: pa.Table, columns: Sequence[str], model: _Model | None) -> list[int]:
-    """Count the tokens of rows, special tokens included, over all columns that are read together."""
+def _token_ids(table: pa.Table, columns: Sequence[str], model: _Model | None) -> dict[int, list[int]]:
+    """Return the tokens of some rows by the row's index, special tokens included, over all columns that are read
+    together.
+    """
     if model is None or model.tokenizer is None or not columns or len(columns) > 2:
-        return []
-    some = table.take(list(range(0, len(table), -(-len(table) // _TOKENIZED_ROWS))))
+        return {}
+    index = range(0, len(table), -(-len(table) // _TOKENIZED_ROWS))
+    some = table.take(list(index))
     texts = [[" ".join(_texts(value)) for value in _values(some[name])] for name in columns]
     pairs = texts[0] if len(texts) == 1 else list(zip(*texts, strict=True))
-    return [len(encoding.ids) for encoding in model.tokenizer.encode_batch(pairs)]
+    return {row: encoding.ids for row, encoding in zip(index, model.tokenizer.encode_batch(pairs), strict=True)}
+
+
+def _refuse_unknown_tokens(ids: Mapping[int, Sequence[int]], model: _Model | None) -> None:
+    """Raise StageError MODEL `TokensWithoutEmbedding` for the first row with a token that the model cannot read."""
+    if model is None or model.tokenizer is None or model.embedded is None:
+        return
+    for row, tokens in ids.items():
+        if max(tokens, default=0) >= model.embedded:
+            token = str(model.tokenizer.id_to_token(max(tokens)))
+            raise tokens_error(f"Row {row + 1} has the token {token!r}", token, max(tokens), model.embedded)
 
 
 def _lengths(counts: Sequence[int]) -> TextLengths:

@@ -37,6 +37,7 @@ from finetune_trainer.models.loading import (
     load_config,
     load_tokenizer,
     refuse_long_answers,
+    tokenizer_embedded,
     truncation_length,
     window_stride,
 )
@@ -237,6 +238,7 @@ def _order(job: TrainerJob) -> _Order:
     stride = window_stride(job, max_length)
     tokenizer = load_tokenizer(job)
     separator = None if job.dataset is None else job.dataset.label_separator
+    embedded = tokenizer_embedded(job, config, tokenizer)
     if job.training is not None:
         fetch_card(job.model)
     basis = {
@@ -254,7 +256,7 @@ def _order(job: TrainerJob) -> _Order:
         **({"label_separator": separator} if separator is not None else {}),
     }
     fingerprint = _digest({**basis, "splits": {role: _part_digest(part) for role, part in parts.items()}})
-    coding = Coding(tokenizer, max_length, stride, config.model_type)
+    coding = Coding(tokenizer, max_length, stride, config.model_type, embedded)
     key = {
         "basis": fingerprint,
         "parts": {role: [_part_digest(part), list(part.copies)] for role, part in parts.items()},

@@ -27,7 +27,7 @@ from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.file_formats import python_values
 from finetune_trainer.data.packing import packed
 from finetune_trainer.data.prepared import POSITION, ROW, FeatureBatch, FeatureSet, shard_name, write_tables
-from finetune_trainer.models.loading import load_tokenizer
+from finetune_trainer.models.loading import load_config, load_tokenizer, tokenizer_embedded, tokens_error
 from finetune_trainer.tasks.task_protocol import Coding, Encoded, TaskParts
 from finetune_trainer.tasks.task_registry import task_of
 
@@ -37,6 +37,7 @@ fewer, the start of a worker would cost more than it saves.
 """
 CHUNK_ROWS = 10_000
 """Limit of rows tokenised at a time; paces progress."""
+_NO_IDS = np.empty(0, np.int32), np.empty(0, np.int32)
 CHUNK_BYTES = 4 << 20
 """Bytes of text tokenised at a time: limits memory, as a token of some 4 bytes takes about 100 while it is encoded."""
 
@@ -173,12 +174,27 @@ class Encoder:
             (self._encoded(part, inputs, None), index[start : start + len(part)], start)
             for start, part in _bounded(0, rows)
         ]
-        features = FeatureSet.of(_batch(*part) for part in parts)
+        features = FeatureSet.of(self._readable(_batch(*part), whole=False) for part in parts)
         return features, sum(encoded.truncated for encoded, _, _ in parts)
 
     def _encoded(self, rows: pa.Table, inputs: Mapping[str, str], targets: NDArray[Any] | None) -> Encoded:
         given = {role: python_values(rows[name]) for role, name in inputs.items() if name in rows.column_names}
         return self.task.encoding.encode(given, targets, self.coding)
+
+    def _readable(self, batch: FeatureBatch, *, whole: bool) -> FeatureBatch:
+        """Return the batch; raise StageError MODEL `TokensWithoutEmbedding` for a token that the model cannot read.
+        `whole`: True if its numbers of rows are those of the raw split.
+        """
+        coding = self.coding
+        for name in ("input_ids", *(("labels",) if self.task.head.label_place == "decoder" else ())):
+            ids, starts = batch.lists.get(name, _NO_IDS)
+            if coding.embedded is not None and ids.max(initial=0) >= coding.embedded:
+                at = int(ids.argmax())
+                row = batch.numbers[ROW][np.searchsorted(starts, at, "right") - 1]
+                place = f"Row {row + 1}" if whole else "A row"
+                token = str(coding.tokenizer.convert_ids_to_tokens(int(ids[at])))
+                raise tokens_error(f"{place} has the token {token!r}", token, int(ids[at]), coding.embedded)
+        return batch
 
     def _tables(self, shard: Shard, facts: ShardFacts, progressed: Callable[[int], None]) -> Iterator[pa.Table]:
         """Yield the chunks in the order of the rows; adds to `facts`."""
@@ -187,7 +203,7 @@ class Encoder:
             targets = None if shard.rows.targets is None else shard.rows.targets[start:stop]
             index = shard.rows.index[start:stop]
             encoded = self._encoded(chunk, shard.inputs, targets)
-            table = _table(encoded, _batch(encoded, index, shard.first + start))
+            table = _table(encoded, self._readable(_batch(encoded, index, shard.first + start), whole=True))
             features = len(table)
             if self.packing and shard.role == "train":
                 table = packed(table, self.task.encoding.packed, self.coding.max_length)
@@ -262,7 +278,9 @@ class Recipe:
 
     def encoder(self) -> Encoder:
         """Create the Encoder with a tokenizer of its own."""
-        coding = Coding(load_tokenizer(self.job), self.max_length, self.stride, self.model_type)
+        tokenizer = load_tokenizer(self.job)
+        embedded = tokenizer_embedded(self.job, load_config(self.job), tokenizer)
+        coding = Coding(tokenizer, self.max_length, self.stride, self.model_type, embedded)
         return Encoder(task_of(self.job), coding, self.job.preparation.packing)
 
 

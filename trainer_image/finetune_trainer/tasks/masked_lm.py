@@ -159,7 +159,7 @@ class _Encoding(LanguageEncoding):
         features: dict[str, Sequence[Any]] = {"input_ids": never_empty(encoded["input_ids"], coding), "fresh": fresh}
         if targets is not None:
             features["mask"] = [tokenizer.mask_token_id] * len(of_row)
-            features["vocabulary"] = [len(tokenizer)] * len(of_row)
+            features["vocabulary"] = [min(len(tokenizer), coding.embedded or len(tokenizer))] * len(of_row)
         return Encoded(features, rows=of_row, learnt=None if targets is None else sum(map(sum, fresh)))
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:

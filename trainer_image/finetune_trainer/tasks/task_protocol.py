@@ -75,6 +75,8 @@ class Coding:
     """Tokens that two neighbouring windows of a row share; for tasks that cut long rows into windows."""
     model_type: str
     """Type in the model's config: some architectures need more than tokens."""
+    embedded: int | None = None
+    """Number of token ids that the model has embeddings of; None: unknown."""
 
 
 @dataclass(frozen=True)
