@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -141,7 +141,7 @@ def _without_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         kept[name] = value
         if name in fields:
-            kind: TypeAdapter[Any] = TypeAdapter(fields[name].annotation)
+            kind: TypeAdapter[Any] = TypeAdapter(cast(Any, fields[name].annotation))
             with suppress(ValidationError):  # of an image with other fields
                 setting = kind.validate_python(value)
                 kept[name] = kind.dump_python(setting, mode="json", exclude_defaults=True)
