@@ -79,6 +79,7 @@ DEVIATIONS = {
     1.24: "24 % too low",
     0.76: "24 % too high",
     2.345: "too low by a factor of 2.35",
+    1218.4: "too low by a factor of 1,218",
     0.004: "100 % too high",
 }
 

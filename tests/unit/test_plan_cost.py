@@ -16,7 +16,7 @@ from finetune_operator.plan.types.plan_types import Facts
 from finetune_operator.spec.checks.validation import validate_job
 from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.spec.settings.settings_nodes import HardwareRow
-from planning_support.cases import job
+from planning_support.cases import encoder, job
 
 
 def operations_a_token(task: Task, model: str) -> float:
@@ -158,3 +158,25 @@ def test_reasons_name_the_form_of_fp32_products(gpu: str, arguments: dict[str, o
 def test_a_network_that_is_no_number_of_gigabits_is_refused(text: str):
     with pytest.raises(HardwareError, match=rf"network={text}: it is a number of Gbit/s of one node"):
         parse_hardware(f"gpu=H100,network={text}")
+
+
+@pytest.mark.parametrize(("layers", "measured"), [(2, 7.15e-3), (12, 22e-3)])
+def test_step_of_a_tiny_model_takes_milliseconds_on_a_cpu(layers: int, measured: float):
+    facts = Facts(model=encoder(16, layers, 100), hardware=parse_hardware("cpu=2"))
+    spec = {"resources": {"gpusPerNode": 0}, "preparation": {"maxLength": 8}}
+    estimate = plan(job(spec), facts, CLUSTER_SETTINGS).estimate
+    assert estimate.step_seconds == pytest.approx(measured, rel=0.25)
+    assert "mostly for calls of Python" in estimate.basis
+    assert estimate.seconds is not None
+    assert estimate.seconds >= 900 * estimate.step_seconds
+
+
+def test_step_of_a_usual_model_on_a_cpu_takes_the_time_of_its_operations():
+    hardware = parse_hardware("cpu=2")
+    estimate = plan(
+        job({"resources": {"gpusPerNode": 0}}), Facts(model=encoder(768, 12), hardware=hardware), CLUSTER_SETTINGS
+    ).estimate
+    operations, tokens = re.match(r"(\S+) operations for ([\d,]+) tokens", estimate.basis).groups()  # type: ignore[union-attr]
+    assert int(tokens.replace(",", "")) > 0
+    assert "calls of Python" not in estimate.basis
+    assert estimate.step_seconds == pytest.approx(float(operations) / 936 / (2 * 80e9 * 0.5), rel=0.01)

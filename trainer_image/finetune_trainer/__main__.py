@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from finetune_contract.layout import EXIT_OK
+from finetune_contract.utf8_mode import require_utf8
 from finetune_trainer.core.orderly_exit import let_collectives_end, settle_exit
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the console script."""
+    require_utf8()
     code = run(sys.argv[1:] if argv is None else argv)
     logging.shutdown()
     if code == EXIT_OK:

@@ -106,7 +106,7 @@ def deviation(ratio: float) -> str:
     if not percent:
         return "right to 1 %"
     if ratio >= 2:
-        return f"too low by a factor of {ratio:.3g}"
+        return f"too low by a factor of {_figure(ratio)}"
     return f"{percent} % too {'low' if ratio > 1 else 'high'}"
 
 
@@ -166,4 +166,9 @@ def _measured_parts(measured: MeasuredTraining) -> dict[str, float]:
 
 def human_step(seconds: float) -> str:
     """Format the time of a step in seconds, below one in milliseconds."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+    return f"{_figure(seconds)} s" if seconds >= 1 else f"{_figure(1000 * seconds)} ms"
+
+
+def _figure(value: float) -> str:
+    """Format with three significant digits, never in powers of ten."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
