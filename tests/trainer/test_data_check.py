@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -216,3 +217,27 @@ def test_the_check_imports_neither_torch_nor_transformers(tmp_path: Path) -> Non
     output = subprocess.run(call, capture_output=True, text=True, check=True).stdout
     assert output.splitlines()[-1] == "0 []"
     assert json.loads(output[: output.rindex("}") + 1])["splits"][0]["rows"] == 3
+
+
+ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+"""Environment in which Python takes the names of files for ASCII."""
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        ("finetune_operator.cli.main", ["validate", "job.yaml", "--data"]),
+        ("finetune_trainer.__main__", ["check", "--job", "job.json", "--workspace", ".", "--trains"]),
+    ],
+)
+def test_names_of_files_have_any_letter_where_the_locale_is_ascii(
+    program: str, arguments: list[str], tmp_path: Path
+) -> None:
+    write_lines(tmp_path / "dätä.jsonl", [{"text": f"row {i}", "stars": i % 2} for i in range(20)])
+    (tmp_path / "job.yaml").write_text(JOB.format(name="any", file="dätä.jsonl", column="text"), encoding="utf-8")
+    job = a_job(tmp_path / "dätä.jsonl", {"text": "text", "label": "stars"})
+    (tmp_path / "job.json").write_text(job.to_json(), encoding="utf-8")
+    call = [sys.executable, "-c", f"from {program} import main; main()", *arguments]
+    ran = subprocess.run(call, cwd=tmp_path, env={**os.environ, **ASCII}, capture_output=True, check=False)
+    assert (ran.returncode, b"Traceback" in ran.stderr) == (0, False), ran.stderr
+    assert "20" in ran.stdout.decode()

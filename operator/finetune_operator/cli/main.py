@@ -18,7 +18,6 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from finetune_contract.utf8_mode import require_utf8
 from finetune_operator.cli.program_name import COMPLETE_VARIABLE, program_name
 
 
@@ -104,7 +103,10 @@ app = typer.Typer(
 
 def main() -> NoReturn:
     """Run the console script."""
-    require_utf8()
+    if sys.getfilesystemencoding() != "utf-8":
+        from finetune_contract.utf8_mode import require_utf8
+
+        require_utf8()
     gc.set_threshold(100_000)  # imports create objects, not garbage: with Python's 700, collections take 7 % of a start
     if COMPLETE_VARIABLE in os.environ:
         from typer.completion import completion_init  # type: ignore[attr-defined]  # the classes that answer a shell
