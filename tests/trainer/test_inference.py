@@ -258,7 +258,7 @@ def test_a_gate_that_is_not_met_fails_after_the_metrics_are_written(model, data,
     measured = json.loads(paths.metrics.read_text())["evaluate"]
     assert (caught.value.failure_class, set(measured)) == (
         FailureClass.GATE_NOT_MET,
-        {"accuracy", "f1", "loss", "rows", "split"},
+        {"accuracy", "f1", "loss", "rows", "split", "baseline"},
     )
     assert f"{measured['accuracy']:.4f}" in caught.value.message
     assert "0.999" in caught.value.message

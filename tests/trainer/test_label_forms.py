@@ -150,6 +150,7 @@ def test_a_number_is_learnt_and_judged_as_a_plain_loop_would(model: Path, tmp_pa
     assert measured["pearson"] == pytest.approx(np.corrcoef(gold, logits[:, 0])[0, 1], rel=1e-4)
     assert measured["spearmanr"] == pytest.approx(spearmanr(gold, logits[:, 0])[0], rel=1e-4)
     assert measured["r2"] > 0.5
+    assert (next(iter(measured)), measured["baseline"]) == ("pearson", "always predicting the mean")
     assert sections["majority"] == {
         "pearson": 0.0, "spearmanr": 0.0, "r2": pytest.approx(0.0, abs=1e-9),
         "mse": pytest.approx(gold.var()), "mae": pytest.approx(np.abs(gold - gold.mean()).mean()),

@@ -72,7 +72,7 @@ FACTS = DataFacts.model_validate(
     }
 )
 METRICS = {
-    "evaluate": {"accuracy": 0.91, "f1": 0.9, "loss": 0.25, "rows": 100, "split": "test"},
+    "evaluate": {"accuracy": 0.91, "f1": 0.9, "loss": 0.25, "rows": 100, "split": "test", "baseline": "saying bad"},
     "majority": {"accuracy": 0.52, "f1": 0.34},
     "train": {
         "loss_first": 0.7,
@@ -172,6 +172,7 @@ def test_the_report_holds_every_part_that_the_stages_left(paths):
     expected = [
         "0.9100",
         "0.5200",
+        "compared with saying bad",
         "85.25",
         "3.0 GiB",
         "4 x parameters",

@@ -8,7 +8,9 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from finetune_contract.choices import Stage
+from finetune_contract.choices import Stage, Task
+from finetune_contract.metrics import METRICS, headline_first
+from finetune_operator.cli.terminal.result_tables import result_rows
 from finetune_operator.controller.reconcile.reconciler import status_body
 from finetune_operator.jobs.outcomes.attempt_outcomes import delay_seconds
 from finetune_operator.jobs.outcomes.status import complete
@@ -236,5 +238,43 @@ def test_the_delay_is_bounded_however_often_a_stage_failed():
 
 
 def test_headline_is_the_first_known_metric():
-    assert headline(_numbers({"loss": 0.25, "accuracy": 0.8765, "split": "test", "best": True})) == "accuracy 0.8765"
-    assert headline({"rows": 5.0}) == ""
+    figures = _numbers({"loss": 0.25, "accuracy": 0.8765, "split": "test", "best": True})
+    assert headline(figures, "text-classification") == "accuracy 0.8765"
+    assert headline({"rows": 5.0}, "text-classification") == ""
+    assert headline({"train_loss": 0.5, "train_steps": 3.0}, "summarization") == "train_loss 0.5"
+
+
+HEADLINES: dict[Task, str] = {
+    "text-generation": "perplexity",
+    "masked-lm": "perplexity",
+    "summarization": "rouge1",
+    "translation": "bleu",
+    "preference-tuning": "rewards/accuracies",
+    "question-answering": "exact_match",
+    "token-classification": "f1",
+    "text-classification": "accuracy",
+}
+
+
+@pytest.mark.parametrize("task", HEADLINES)
+def test_results_begin_with_the_metric_of_the_task(task: Task):
+    own = next(iter(METRICS[task].values()))
+    metrics = {**dict.fromkeys(own, 0.5), "loss": 0.1, "rows": 20}
+    assert headline(metrics, task) == f"{HEADLINES[task]} 0.5"
+    by_name = dict(sorted({**metrics, "train_loss_last": 0.3, "eval_accuracy": 0.4}.items()))
+    assert next(iter(headline_first(by_name, task))) == HEADLINES[task]
+    data = {"metrics": {"evaluate": {**metrics, "split": "test"}}, "worldSize": 1, "strategy": "single"}
+    labels = [label for label, _ in result_rows({**data, "stages": [], "artifacts": {}})]
+    assert labels[0] == HEADLINES[task]
+    assert not {"loss", "rows", "split"} & set(labels)
+
+
+def test_a_regression_is_compared_with_its_baseline_in_words():
+    evaluated = {"pearson": 0.8, "mse": 0.25, "loss": 0.25, "rows": 9, "baseline": "always predicting the mean"}
+    metrics = {"evaluate": evaluated, "majority": {"mse": 1.5}}
+    data = {"metrics": metrics, "worldSize": 1, "strategy": "single", "stages": [], "artifacts": {}}
+    assert result_rows(data)[:3] == [
+        ("pearson", "0.8000"),
+        ("mse", "0.2500  (baseline: 1.5000)"),
+        ("baseline", "always predicting the mean"),
+    ]

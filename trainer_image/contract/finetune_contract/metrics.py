@@ -11,6 +11,8 @@ Forms: TypeAlias = Mapping[LabelForm | None, tuple[str, ...]]
 
 LOSS = "loss"
 """Metric that every task measures in addition to its own."""
+BASELINE = "baseline"
+"""Key beside the metrics in metrics.json, with the answer in words whose metrics are in the section `majority`."""
 METRICS: Mapping[Task, Forms] = {
     "text-classification": {
         "single_label_classification": ("accuracy", "f1", "precision", "recall"),
@@ -25,7 +27,9 @@ METRICS: Mapping[Task, Forms] = {
     "translation": {None: ("bleu", "chrf")},
     "masked-lm": {None: ("perplexity", "accuracy")},
 }
-"""Task -> form of its labels (None: it has one) -> Hugging Face's names, without `eval_`."""
+"""Task -> form of its labels (None: it has one) -> Hugging Face's names, without `eval_`. The first is the headline:
+results begin with it.
+"""
 JUDGED_AFTER_TRAINING: tuple[Task, ...] = ("summarization", "translation")
 """Tasks whose metrics are of generated text, which takes too long for evaluations during training."""
 WRITING: tuple[Task, ...] = (*JUDGED_AFTER_TRAINING, "text-generation", "preference-tuning")
@@ -46,6 +50,14 @@ LEAST: Mapping[str, float] = {LOSS: 0.0, "mse": 0.0, "mae": 0.0, "perplexity": 1
 def metrics_of(task: Task) -> tuple[str, ...]:
     """Return the metrics of a task, whatever the form of its labels, and the loss."""
     return tuple(dict.fromkeys([*(name for names in METRICS[task].values() for name in names), LOSS]))
+
+
+def headline_first(figures: Mapping[str, float], task: str) -> dict[str, float]:
+    """Return the figures with the task's own in the order of METRICS before all others: a cluster's API sorts them by
+    name. `task`: maybe one that only a later version knows.
+    """
+    own = next((metrics_of(known) for known in METRICS if known == task), ())
+    return {name: figures[name] for name in dict.fromkeys([*own, *figures]) if name in figures}
 
 
 def stopping_metrics_of(task: Task) -> tuple[str, ...]:

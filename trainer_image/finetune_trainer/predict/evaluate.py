@@ -1,4 +1,4 @@
-"""The `evaluate` stage: metrics of the model and of the majority class on rows outside training."""
+"""The `evaluate` stage: metrics of the model and of a baseline on rows outside training."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from finetune_contract.choices import Stage
 from finetune_contract.inference_settings import Gate
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.metrics import BASELINE
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.distributed import ProcessWorld
 from finetune_trainer.core.failures import StageError
@@ -72,6 +73,7 @@ def evaluate(
             "loss": measured["loss"],
             "rows": split.rows,
             "split": split.role,
+            **({BASELINE: task.description.card(job, prepared.facts).baseline} if baseline else {}),
             **means.entry,
             **({} if backend is None else {JUDGED_IN: backend}),
         },

@@ -74,7 +74,7 @@ def tiles(gate: GateShown | None, metrics: Mapping[str, Any], facts: DataFacts |
         tiles.append(Tile("Gate", "passed" if gate.passed else "not met", details, "good" if gate.passed else "bad"))
     figures = [(name, value) for name, value in evaluated.items() if isinstance(value, float) and name != "loss"]
     for name, value in figures[:1]:
-        known = f"majority class: {majority[name]:.4f}" if name in majority else f"on {evaluated.get('split')} rows"
+        known = f"baseline: {majority[name]:.4f}" if name in majority else f"on {evaluated.get('split')} rows"
         tiles.append(Tile(name, f"{value:.4f}", known))
     if {"loss_first", "loss_last"} <= train.keys():
         tiles.append(

@@ -21,6 +21,7 @@ from finetune_contract.charts import Share, shares, training_charts
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.metrics import BASELINE
 from finetune_contract.report import TimePart, TimeSplit, shortened
 from finetune_contract.trainer_job import TrainerJob, World
 from finetune_trainer.core.failures import StageError
@@ -233,7 +234,7 @@ def write_report(
             result=_result_rows(metrics),
             split=metrics.get("evaluate", {}).get("split"),
             rows=metrics.get("evaluate", {}).get("rows"),
-            baseline=bool(metrics.get("majority")),
+            baseline=metrics.get("evaluate", {}).get(BASELINE),
             share=parts.share,
             labels=[(shortened(name, _SHOWN_LABEL), f"{count:,}") for name, count in label_counts[:_LABELS]],
             more_labels=len(label_counts[_LABELS:]),
@@ -272,7 +273,7 @@ def _command(job: TrainerJob, paths: JobPaths) -> str:
 
 
 def _result_rows(metrics: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return metric, the model's value, and the majority class's value where there is one."""
+    """Return metric, the model's value, and the baseline's value where there is one."""
     measured, majority = metrics.get("evaluate", {}), metrics.get("majority", {})
     figures = [(name, value) for name, value in measured.items() if isinstance(value, int | float) and name != "rows"]
     if not majority:

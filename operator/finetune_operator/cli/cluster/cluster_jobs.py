@@ -73,6 +73,7 @@ class JobRunPolicy(Raw):
 class JobSpec(Raw):
     """Shown fields of the job's spec."""
 
+    task: str = ""
     resources: JobResources = JobResources()
     run_policy: JobRunPolicy = JobRunPolicy()
 

@@ -17,6 +17,7 @@ from rich.text import Text
 from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import Stage
 from finetune_contract.measured_devices import MeasuredDevices
+from finetune_contract.metrics import headline_first
 from finetune_contract.report import Communication
 from finetune_operator.cli.cluster.cluster_jobs import ClusterJob, JobEvent
 from finetune_operator.cli.terminal.console import print_trimmed
@@ -202,7 +203,8 @@ def result_rows(job: ClusterJob) -> list[tuple[str, str]]:
         rows.append(("transports", transports))
     if artifacts is not None:
         if artifacts.metrics:
-            rows.append(("metrics", "  ".join(f"{name} {value:.4g}" for name, value in artifacts.metrics.items())))
+            ordered = headline_first(artifacts.metrics, job.spec.task)
+            rows.append(("metrics", "  ".join(f"{name} {value:.4g}" for name, value in ordered.items())))
         named = {"model": artifacts.model, "predictions": artifacts.predictions, "report": artifacts.report}
         rows.extend((name, uri) for name, uri in named.items() if uri is not None)
         if artifacts.checkpoints is not None:

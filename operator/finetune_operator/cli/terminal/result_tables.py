@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from finetune_contract.byte_text import human_bytes
+from finetune_contract.metrics import BASELINE, LOSS
 from finetune_contract.plan_check import PlanCheck
 from finetune_operator.cli.terminal.console import print_trimmed
 from finetune_operator.cli.terminal.display import duration
@@ -69,10 +70,11 @@ def result_rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     train = metrics.get("train") or {}
     rows = []
     for name, value in evaluated.items():
-        if isinstance(value, int | float) and name in majority:
-            rows.append((name, f"{value:.4f}  (majority class: {majority[name]:.4f})"))
-    if "accuracy" in evaluated and "accuracy" not in majority:
-        rows.append(("accuracy", f"{evaluated['accuracy']:.4f}"))
+        if isinstance(value, float) and name != LOSS:
+            beside = f"  (baseline: {majority[name]:.4f})" if name in majority else ""
+            rows.append((name, f"{value:.4f}{beside}"))
+    if BASELINE in evaluated:
+        rows.append((BASELINE, evaluated[BASELINE]))
     if train.get("loss_first") is not None and train.get("loss_last") is not None:
         means = f"{train['loss_first']:.4f} at first, {train['loss_last']:.4f} at last"
         rows.append(("loss", f"{means}  (means of 5 % of the steps)"))

@@ -88,7 +88,7 @@ class StageRow:
 
 @dataclass(frozen=True)
 class Metric:
-    """A measured value, and that of always answering the most frequent label."""
+    """A measured value, and that of the best answer that ignores the rows."""
 
     name: str
     value: float

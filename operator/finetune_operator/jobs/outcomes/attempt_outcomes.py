@@ -61,7 +61,7 @@ def stage_succeeded(state: ReconcileState, stage: StageStatus, report: TrainerRe
         progress=finished_progress(before),
         failure=None if failure is not None and failure.stage == stage.name else failure,
     )
-    figure = headline(metrics_of(report))
+    figure = headline(metrics_of(report), state.spec.task)
     duration = f" in {human_seconds(seconds_since(stage.start_time, at))}"
     state = state.with_event(
         "StageSucceeded", f"Stage {stage.name} succeeded{duration}{f': {figure}' if figure else ''}."

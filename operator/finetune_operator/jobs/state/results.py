@@ -10,7 +10,9 @@ from typing import get_args
 
 from pydantic import JsonValue
 
-from finetune_contract.choices import BackendName, Stage
+from finetune_contract.choices import BackendName, Stage, Task
+from finetune_contract.metrics import LOSS
+from finetune_contract.metrics import metrics_of as metrics_of_task
 from finetune_contract.report import Communication, TrainerReport
 from finetune_operator.jobs.render.sizes import gpus_of_stage
 from finetune_operator.plan.time.cost import find_price
@@ -29,8 +31,6 @@ from finetune_operator.spec.types import (
     StageStatus,
 )
 
-HEADLINES = ("accuracy", "f1", "loss", "train_loss")
-"""Metrics that may stand for a stage's result; the first that exists does."""
 CHECKPOINT_BYTES = "train_checkpoint_bytes"
 """Metric with the size of the checkpoints."""
 BAD_ROWS = "predict_bad_rows"
@@ -72,9 +72,10 @@ def _numbers(metrics: Mapping[str, JsonValue]) -> dict[str, float]:
     }
 
 
-def headline(metrics: Mapping[str, float]) -> str:
-    """Return the headline metric as `accuracy 0.854`, or an empty text."""
-    name = next((one for one in HEADLINES if one in metrics), None)
+def headline(metrics: Mapping[str, float], task: Task) -> str:
+    """Return the headline metric as `accuracy 0.854`: the first of the task's own, else a loss, else an empty text."""
+    own = [name for name in metrics if name in metrics_of_task(task) and name != LOSS]
+    name = next((name for name in (*own, LOSS, f"train_{LOSS}") if name in metrics), None)
     return "" if name is None else f"{name} {metrics[name]:.4g}"
 
 
