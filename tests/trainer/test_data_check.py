@@ -241,3 +241,20 @@ def test_names_of_files_have_any_letter_where_the_locale_is_ascii(
     ran = subprocess.run(call, cwd=tmp_path, env={**os.environ, **ASCII}, capture_output=True, check=False)
     assert (ran.returncode, b"Traceback" in ran.stderr) == (0, False), ran.stderr
     assert "20" in ran.stdout.decode()
+
+
+@pytest.mark.parametrize(
+    ("named", "there", "hint"),
+    [
+        ("text", "txt", "Did you mean 'txt'?"),
+        ("review_text", "Review Text", "Did you mean 'Review Text'?"),
+        ("answer", "answers", "Did you mean 'answers'?"),
+        ("text", "output", "Set dataset.columns.text to one of them."),
+        ("question", "version", "Set dataset.columns.text to one of them."),
+        ("text", "context", "Set dataset.columns.text to one of them."),
+    ],
+)
+def test_only_a_column_whose_name_is_a_slip_away_is_proposed(named: str, there: str, hint: str, tmp_path: Path) -> None:
+    write_lines(tmp_path / "test.jsonl", [{there: "a", "label": 1}])
+    found = check(a_job(tmp_path, {"text": named, "label": "label"}, model={"uri": "hf://no/model"}))
+    assert [problem.hint for problem in found.problems if problem.reason == "MissingColumn"] == [hint]

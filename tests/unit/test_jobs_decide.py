@@ -116,7 +116,7 @@ def test_job_runs_its_stages_and_records_events():
         "Stage train succeeded in 2 min: train_loss 0.5.",
         "Stage evaluate succeeded in 2 min: accuracy 0.875.",
         "Stage predict succeeded in 2 min.",
-        "All stages have succeeded: model at pvc://reviews-workspace/reviews/model; train_loss 0.5, accuracy 0.875.",
+        "All stages have succeeded: model at pvc://reviews-workspace/reviews/model; accuracy 0.875, train_loss 0.5.",
     ]
     status = world.job().status
     assert status.completion_time == NOON + timedelta(minutes=6)
