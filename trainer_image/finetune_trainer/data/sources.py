@@ -23,12 +23,13 @@ from typing import IO, Any, Literal, Protocol, TypeAlias, cast
 import datasets
 import fsspec
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from finetune_contract.data_settings import DataSource
 from finetune_contract.layout import FailureClass
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.uris import Uri, hub_name, local_path, package_path
-from finetune_trainer.data.file_formats import ENDINGS, SUFFIXES, format_of, read, with_json
+from finetune_trainer.data.file_formats import ENDINGS, SUFFIXES, Unread, format_of, read, with_json
 from finetune_trainer.data.prepared import arrow_table, batches, dataset_of, write_tables
 from finetune_trainer.models.loading import hub_error
 
@@ -72,6 +73,8 @@ class RawSplit:
     """True if it has more rows than were read."""
     has: tuple[str, ...] = ()
     """All its columns."""
+    unread: Unread = field(default_factory=Unread)
+    """Its columns that were not read."""
     one_row: bool = False
     """True for a single row of its own, whose place callers report."""
 
@@ -216,7 +219,7 @@ _NEAR = 0.75
 
 
 def _near(name: str, names: Sequence[str]) -> str | None:
-    """Return the name that differs from `name` by a slip, by capitals or by signs between words; None: there is none."""
+    """Return the name that differs from `name` by a slip, by capitals or by signs between words; None without one."""
     plain = {re.sub(r"[\W_]", "", other.casefold()): other for other in reversed(names)}
     close = difflib.get_close_matches(re.sub(r"[\W_]", "", name.casefold()), plain, n=1, cutoff=_NEAR)
     return plain[close[0]] if close else None
@@ -300,13 +303,14 @@ class FileSplit:
         schemas: list[pa.Schema] = []
         notes: list[str] = []
         partial = False
+        unread = Unread()
         with Spool(scratch) as spool:
             for file in self.files:
                 if partial:
                     break
                 seen: dict[str, None] = {}
                 of_file: list[pa.Schema] = []
-                for table in read(file, wanted, seen, notes, nested_columns(needs)):
+                for table in read(file, wanted, seen, notes, nested_columns(needs), unread):
                     if most is not None and spool.rows + table.num_rows > most:
                         table, partial = table.slice(0, most - spool.rows), True
                     schema = spool.write(table)
@@ -326,7 +330,7 @@ class FileSplit:
             with _one_type(f"The files of split {self.name} ({self.origin}) give a column different types"):
                 rows = spool.close(pa.unify_schemas(schemas, promote_options="permissive"))
         used = rows.select_columns([name for name in wanted if name in has])
-        return RawSplit(self.name, self.origin, used, tuple(notes), partial, tuple(has))
+        return RawSplit(self.name, self.origin, used, tuple(notes), partial, tuple(has), unread)
 
 
 @contextmanager
@@ -535,7 +539,26 @@ class HubSplit:
             (),
             partial,
             tuple(has),
+            self._unread([name for name in has if name not in wanted]),
         )
+
+    def _unread(self, names: Sequence[str]) -> Unread:
+        """Count by the columns' bitmaps and offsets, which are a small part of a file of text."""
+        unread = Unread(len(self.rows))
+        for name in names:
+            # Selected rows have places in the table, which counting would have to follow.
+            unread.count(name, None if self.rows._indices is not None else _filled(self.rows.data.column(name)))
+        return unread
+
+
+def _filled(column: pa.ChunkedArray) -> int:
+    """Return the number of cells that are neither null nor empty."""
+    kind = column.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return int(pc.sum(pc.greater(pc.list_value_length(column), 0)).as_py() or 0)
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind):
+        return int(pc.sum(pc.greater(pc.binary_length(column), 0)).as_py() or 0)
+    return int(len(column) - column.null_count)
 
 
 def _with_json(rows: datasets.Dataset, nested: Collection[str], scratch: Path) -> datasets.Dataset:

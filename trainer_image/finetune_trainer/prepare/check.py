@@ -16,7 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from finetune_contract.checked import CheckedData, CheckedSplit, TextLengths
 from finetune_contract.data_settings import Columns
@@ -26,6 +28,7 @@ from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.failures import StageError, classify
 from finetune_trainer.core.uris import Uri
 from finetune_trainer.data.file_formats import python_values
+from finetune_trainer.data.packing import best_fit
 from finetune_trainer.data.sources import RawSplit, Role, source_of
 from finetune_trainer.models.loading import (
     NEEDED_TOKENS,
@@ -34,7 +37,9 @@ from finetune_trainer.models.loading import (
     refuse_long_answers,
     tokens_error,
     truncation_length,
+    window_stride,
 )
+from finetune_trainer.prepare.data_notes import repeated_notes, row_hashes, unread_note
 from finetune_trainer.prepare.prepare import Part, parts_of, predict_part, split_validation
 from finetune_trainer.tasks.conversations import BESIDE, ConversationError, messages_of
 from finetune_trainer.tasks.head_labels import in_head_order
@@ -235,8 +240,17 @@ def _check_rows(
             raw[role] = split
             task.encoding.check(split, part.columns, part.setting)
             checked.append(role)
+    judged = {role: split for role, split in raw.items() if role != "predict"}
+    used = {need.name for part in parts.values() for need in part.needs}
+    notes = [*unread_note((split.unread for split in judged.values()), used)]
+    if trains is not None and len(checked) == len(parts):
+        inputs = list(task.encoding.inputs(_columns(job)).values())
+        notes += repeated_notes({role: row_hashes(split.table, inputs) for role, split in judged.items()})
+    whole = not any(split.partial for split in judged.values())
+    findings.notes += notes if whole else [f"In the rows that were read: {note}" for note in notes]
     # Labels of one split are judged by those of another, and tasks read them in checked rows.
-    labels = _check_labels(job, task, raw, head, findings, trains=trains) if len(checked) == len(parts) else {}
+    suitable = len(checked) == len(parts)
+    labels = _check_labels(job, task, raw, head, findings, trains=trains, model=model) if suitable else {}
     return [
         _described(task.encoding, parts[role], role, split, labels.get(role, {}), model, findings)
         for role, split in raw.items()
@@ -256,6 +270,7 @@ def _check_labels(
     findings: _Findings,
     *,
     trains: Trains | None,
+    model: _Model | None,
 ) -> dict[Role, dict[str, int]]:
     """Count the rows of each label in each split; empty where labels are refused. `head`: the labels of the model."""
     judged = {role: split for role, split in raw.items() if role != "predict"}
@@ -277,24 +292,49 @@ def _check_labels(
             refuse_unmeasured_stopping(job, trains.stopping, measured)
     if trains is not None and "train" in raw and not raw["train"].partial:
         with findings.collected():
-            rows = len(raw["train"].rows)
+            rows = np.arange(len(raw["train"].rows))
             if "validation" not in raw:
-                rows = len(split_validation(raw["train"], job.seed)[0])
-            # Steps of other tasks count windows or packs, whose number only prepare knows.
-            if not task.encoding.packed and not task.encoding.in_windows(_columns(job)):
-                _refuse_few_rows(rows, trains.batch)
+                rows, _ = split_validation(raw["train"], job.seed)
+            _refuse_few_rows(job, task.encoding, raw["train"], rows, trains.batch, model)
     return counts
 
 
-def _refuse_few_rows(rows: int, batch: int) -> None:
+def _refuse_few_rows(
+    job: TrainerJob, encoding: Encoding, train: RawSplit, rows: NDArray[np.int64], batch: int, model: _Model | None
+) -> None:
     """Raise StageError CONFIG `FewRows` if the train split does not fill a step, as the plan does after prepare."""
-    if rows < batch:
+    made, unit, otherwise = len(rows), "rows", ""
+    if job.preparation.packing:
+        packs = _packs(job, train.table.take(pa.array(rows)), model)
+        if packs is None:
+            return
+        made, unit = packs, f"packs of {made:,} rows"
+        otherwise = ", or preparation.packing to never"
+    elif encoding.in_windows(_columns(job)) and made < batch:
+        return  # windows, whose number only prepare knows
+    if made < batch:
         raise StageError(
             FailureClass.CONFIG,
             "FewRows",
-            f"training.globalBatchSize is {batch}, and {rows} rows are left for training.",
-            f"Add rows, or set training.globalBatchSize to {max(rows, 1)} or less.",
+            f"training.globalBatchSize is {batch}, and {made} {unit} are left for training.",
+            f"Add rows, or set training.globalBatchSize to {max(made, 1)} or less{otherwise}.",
         )
+
+
+def _packs(job: TrainerJob, train: pa.Table, model: _Model | None) -> int | None:
+    """Return the packs of a training on plain texts, or a few more; None for others, without a tokenizer, and for so
+    many rows that they fill a step anyway.
+    """
+    column = _columns(job).text
+    if column is None or len(train) > _TOKENIZED_ROWS or model is None or model.max_length is None:
+        return None
+    room = model.max_length
+    lengths: list[int] = []
+    for ids in _token_ids(train, [column], model).values():
+        length, stride = len(ids) + 1, window_stride(job, room)  # and an end token
+        windows = 1 + max(0, -(-(length - room) // (room - stride)))
+        lengths += [room] * (windows - 1) + [length - (windows - 1) * (room - stride)]
+    return len(best_fit(np.array(lengths), room)) if lengths else None
 
 
 def _described(

@@ -41,6 +41,7 @@ from finetune_trainer.models.loading import (
     truncation_length,
     window_stride,
 )
+from finetune_trainer.prepare.data_notes import repeated_notes, row_hashes, unread_note, written_notes
 from finetune_trainer.prepare.shards import (
     CHUNK_ROWS,
     Encoder,
@@ -379,12 +380,19 @@ def _checked_rows(order: _Order, scratch: Path) -> tuple[dict[Role, Rows], Targe
     if order.head is not None:
         targets = in_head_order(targets, order.head)
     notes = list(dict.fromkeys(note for split in raw.values() for note in split.notes))
+    used = {need.name for part in order.parts.values() for need in part.needs}
+    notes += [*targets.notes, *unread_note((split.unread for split in raw.values()), used)]
     rows = {role: Rows(split.rows, np.arange(len(split.rows)), targets.of.get(role)) for role, split in raw.items()}
-    if order.job.training is None or "validation" in rows:
+    if order.job.training is None:
         return rows, targets, notes, False
-    train, validation = split_validation(raw["train"], order.job.seed)
-    rows["train"], rows["validation"] = (_only(rows["train"], index) for index in (train, validation))
-    return rows, targets, notes, True
+    from_train = "validation" not in rows
+    if from_train:
+        train, validation = split_validation(raw["train"], order.job.seed)
+        rows["train"], rows["validation"] = (_only(rows["train"], index) for index in (train, validation))
+    inputs = list(order.task.encoding.inputs(columns).values())
+    hashes = {role: row_hashes(split.table, inputs) for role, split in raw.items()}
+    notes += repeated_notes({role: hashes[role if role in raw else "train"][rows[role].index] for role in rows})
+    return rows, targets, notes, from_train
 
 
 def split_validation(train: RawSplit, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -458,7 +466,7 @@ def _write(
         label_counts=_counts(order.task.encoding, rows, labels),
         validation_from_train=from_train,
         max_length=order.coding.max_length,
-        notes=(*notes, *_cut_notes(made, order.coding.max_length)),
+        notes=(*notes, *written_notes(made, order.coding.max_length)),
     )
     (folder / FACTS_FILE).write_text(facts.to_json(), encoding="utf-8")
     pad = order.coding.tokenizer.pad_token_id
@@ -467,15 +475,6 @@ def _write(
     given = PreparedInputs(key=order.key, pad_token_id=pad, task=order.job.task, inputs=inputs, shards=files)
     (folder / INPUTS_FILE).write_text(given.to_json(), encoding="utf-8")
     return facts
-
-
-def _cut_notes(made: Mapping[str, ShardFacts], max_length: int) -> Iterator[str]:
-    for role, facts in made.items():
-        if facts.truncated:
-            share = f"{facts.truncated:,} of {facts.rows:,} rows of {role} ({100 * facts.truncated / facts.rows:.1f} %)"
-            parts = ", ".join(f"{count:,} lost {part}" for part, count in facts.lost.items())
-            cut = f"are truncated ({parts})" if parts else "are truncated"
-            yield f"{share} exceed {max_length} tokens and {cut}; preparation.maxLength sets the limit."
 
 
 def _written(

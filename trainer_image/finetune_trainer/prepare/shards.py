@@ -94,6 +94,8 @@ class ShardFacts:
     truncated: int = 0
     learnt: int = 0
     """Items of the loss; features for rows without targets."""
+    unlearnt: int = 0
+    """Rows without any item of the loss, of those with targets."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Tokens of a feature, or of a pack of them -> number of these."""
     lost: Counter[str] = field(default_factory=Counter)
@@ -105,6 +107,7 @@ class ShardFacts:
         self.features += other.features
         self.truncated += other.truncated
         self.learnt += other.learnt
+        self.unlearnt += other.unlearnt
         self.lengths.update(other.lengths)
         self.lost.update(other.lost)
 
@@ -208,11 +211,18 @@ class Encoder:
             if self.packing and shard.role == "train":
                 table = packed(table, self.task.encoding.packed, self.coding.max_length)
             lengths = np.diff(table["input_ids"].chunk(0).offsets.to_numpy())
-            learnt = features if encoded.learnt is None else encoded.learnt
-            counted = Counter(lengths.tolist())
-            facts.add(ShardFacts(len(chunk), features, encoded.truncated, learnt, counted, Counter(encoded.lost)))
+            learnt, unlearnt = (features, 0) if encoded.learnt is None else _learnt(encoded, encoded.learnt, len(chunk))
+            lost, counted = Counter(encoded.lost), Counter(lengths.tolist())
+            facts.add(ShardFacts(len(chunk), features, encoded.truncated, learnt, unlearnt, counted, lost))
             yield table
             progressed(len(chunk))
+
+
+def _learnt(encoded: Encoded, learnt: Sequence[int], rows: int) -> tuple[int, int]:
+    """Return the items of the loss, and the number of rows without one."""
+    of_row = range(rows) if encoded.rows is None else encoded.rows
+    teaching = np.bincount(np.asarray(of_row, np.int64)[np.asarray(learnt, np.int64) > 0], minlength=rows)
+    return sum(learnt), rows - int(np.count_nonzero(teaching))
 
 
 def _chunks(shard: Shard) -> Iterator[tuple[int, pa.Table]]:

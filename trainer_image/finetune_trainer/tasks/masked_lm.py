@@ -160,7 +160,7 @@ class _Encoding(LanguageEncoding):
         if targets is not None:
             features["mask"] = [tokenizer.mask_token_id] * len(of_row)
             features["vocabulary"] = [min(len(tokenizer), coding.embedded or len(tokenizer))] * len(of_row)
-        return Encoded(features, rows=of_row, learnt=None if targets is None else sum(map(sum, fresh)))
+        return Encoded(features, rows=of_row, learnt=None if targets is None else list(map(sum, fresh)))
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
         """Mask tokens, and pad on the right."""

@@ -89,8 +89,8 @@ class Encoded:
     """Index of each feature's row among the rows given; None: each row is one feature."""
     truncated: int = 0
     """Number of rows that lost text."""
-    learnt: int | None = None
-    """Number of items of the loss, where there are targets; None: as many as features."""
+    learnt: Sequence[int] | None = None
+    """Number of items of the loss in each feature; None: one, or there are no targets."""
     lost: Mapping[str, int] = field(default_factory=dict)
     """Part of a row that was left out -> number of rows that lost it; empty for tasks that do not say."""
 

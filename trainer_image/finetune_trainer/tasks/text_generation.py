@@ -158,8 +158,8 @@ class _Encoding(LanguageEncoding):
                         ]
                     )
                 of_row.append(row)
-        learnt = sum(label != NOT_LEARNT for labels in features.get("labels", ()) for label in labels)
-        return Encoded(features, rows=of_row, truncated=truncated, learnt=learnt, lost=lost)
+        items = [sum(label != NOT_LEARNT for label in labels) for labels in features.get("labels", ())]
+        return Encoded(features, rows=of_row, truncated=truncated, learnt=items or None, lost=lost)
 
     def remarks(self, columns: Columns, coding: Coding) -> tuple[str, ...]:
         """Return a note on a chat template that puts no token behind a reply."""

@@ -114,7 +114,7 @@ class _Encoding(LanguageEncoding):
         if targets is not None:
             features["labels"], short = _cut(coding, text_target=targets.tolist())
             cut = [one or other for one, other in zip(cut, short, strict=True)]
-        return Encoded(features, truncated=sum(cut), learnt=sum(map(len, features.get("labels", ()))))
+        return Encoded(features, truncated=sum(cut), learnt=list(map(len, features.get("labels", ()))) or None)
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
         """Pad both on the right."""

@@ -182,8 +182,8 @@ class _Encoding(Encoding):
                 features["words"].append(words)
                 if targets is not None:
                     features["tags"].append([_NOT_COUNTED if at == _NO_WORD else int(targets[row][at]) for at in words])
-        learnt = sum(tag != _NOT_COUNTED for tags in features.get("tags", ()) for tag in tags)
-        return Encoded(features, rows=of_row, learnt=learnt)
+        learnt = [sum(tag != _NOT_COUNTED for tag in tags) for tags in features.get("tags", ())]
+        return Encoded(features, rows=of_row, learnt=learnt or None)
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
         """Pad on the right."""
