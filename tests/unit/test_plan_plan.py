@@ -1004,6 +1004,17 @@ def test_fewer_rows_than_one_batch_are_refused():
     ]
 
 
+def test_packs_that_do_not_fill_a_step_are_refused_as_packs():
+    packed = rows(3)
+    packs = packed.splits["train"].model_copy(update={"packs_of": 40})
+    data = packed.model_copy(update={"splits": {**packed.splits, "train": packs}})
+    (refusal,) = refused({"task": "text-generation", "dataset": {"uri": "hf://org/texts"}}, data=data)
+    assert refusal[2:] == (
+        "the train split has 3 packs of its 40 rows, and one step takes training.globalBatchSize = 32",
+        "add rows, or set training.globalBatchSize to 3 or less, or preparation.packing to never",
+    )
+
+
 WITHIN = {"within_minutes": 10}
 
 

@@ -46,7 +46,7 @@ from finetune_operator.plan.types.draft import Draft, decided
 from finetune_operator.plan.types.plan_types import Adaptation, Estimate, Facts, HeadForm, JobPlan, PlanRefused, Recipe
 from finetune_operator.spec.problems import Problem
 from finetune_operator.spec.settings.settings import Settings
-from finetune_operator.spec.types import FineTuneJob
+from finetune_operator.spec.types import FineTuneJob, FineTuneJobSpec
 
 Phase: TypeAlias = Callable[[Draft], Draft]
 
@@ -243,29 +243,38 @@ def check_answers(draft: Draft) -> Draft:
     )
 
 
-def choose_packing(draft: Draft) -> Draft:
-    """Choose whether rows share sequences. By default plain text is packed, as its row borders mean little, but prompts
-    and conversations are not: there a step is a number of rows. Rows divided among processes are not packed either, as
-    they are long.
+def packs_rows(spec: FineTuneJobSpec) -> bool:
+    """Return whether the rows of a training by the built-in loop share sequences. By default plain text is packed, as
+    its row borders mean little, but prompts and conversations are not: there a step is a number of rows. Rows divided
+    among processes are not packed either, as they are long.
     """
-    asked, task = draft.spec.preparation.packing, draft.spec.task
-    if not draft.loops or asked == "never":
-        return draft
-    if task != "text-generation":
-        return draft
-    given = draft.spec.dataset.columns.model_dump(exclude_none=True) if draft.spec.dataset else {}
-    if asked == "auto" and given.keys() & INSTEAD_OF_TEXT:
-        return draft
-    degree = draft.spec.parallelism.sequence
-    if asked == "auto" and degree > 1:
-        return draft.because(
-            f"rows are not packed: those that {degree} processes divide among them are long; preparation.packing "
-            "always packs them"
-        )
-    what = "as asked" if asked == "always" else "rows are plain text"
-    return replace(draft, packing=True).because(
-        f"rows are packed into sequences of maxLength tokens, which globalBatchSize counts: {what}"
+    asked = spec.preparation.packing
+    return spec.task == "text-generation" and (
+        asked == "always" or (asked == "auto" and _reads_text(spec) and spec.parallelism.sequence == 1)
     )
+
+
+def _reads_text(spec: FineTuneJobSpec) -> bool:
+    given = spec.dataset.columns.model_dump(exclude_none=True) if spec.dataset else {}
+    return not given.keys() & INSTEAD_OF_TEXT
+
+
+def choose_packing(draft: Draft) -> Draft:
+    """Choose whether rows share sequences."""
+    spec, asked = draft.spec, draft.spec.preparation.packing
+    if not draft.loops:
+        return draft
+    if packs_rows(spec):
+        what = "as asked" if asked == "always" else "rows are plain text"
+        return replace(draft, packing=True).because(
+            f"rows are packed into sequences of maxLength tokens, which globalBatchSize counts: {what}"
+        )
+    if asked == "auto" and spec.task == "text-generation" and _reads_text(spec):
+        return draft.because(
+            f"rows are not packed: those that {spec.parallelism.sequence} processes divide among them are long; "
+            "preparation.packing always packs them"
+        )
+    return draft
 
 
 # --------------------------------------------------------------------------------------------------------------- finish

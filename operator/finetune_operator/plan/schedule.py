@@ -43,12 +43,18 @@ def choose_steps(draft: Draft) -> Draft:
         )
     else:
         total_rows = split.rows
+    unit, of_rows, unpacked = "rows", "", ""
+    if split is not None and split.packs_of is not None:
+        unit, of_rows = "packs", f" of its {split.windows_of or split.packs_of:,} rows"
+        unpacked = ", or preparation.packing to never"
+    elif split is not None and split.windows_of is not None:
+        unit = "windows"
     if total_rows < batch:
         return draft.refusing(
             ("dataset",),
             None,
-            f"the train split has {total_rows} rows, and one step takes training.globalBatchSize = {batch}",
-            f"add rows, or set training.globalBatchSize to {max(total_rows, 1)} or less",
+            f"the train split has {total_rows} {unit}{of_rows}, and one step takes training.globalBatchSize = {batch}",
+            f"add rows, or set training.globalBatchSize to {max(total_rows, 1)} or less{unpacked}",
         )
     per_epoch, left = divmod(total_rows, batch)
     epochs = training.epochs if training.epochs is not None else DEFAULT_EPOCHS
@@ -58,14 +64,14 @@ def choose_steps(draft: Draft) -> Draft:
     else:
         total = max(1, _round_up(epochs * per_epoch))
         default = " (the default)" if training.epochs is None else ""
-        reason = f"{total} steps: {epochs:g} epochs{default} of {per_epoch} = {total_rows:,} rows / {batch}"
+        reason = f"{total} steps: {epochs:g} epochs{default} of {per_epoch} = {total_rows:,} {unit} / {batch}"
     if split is not None and training.max_steps is None and total < FEW_STEPS and batch > 1:
         draft = draft.because(
-            f"only {total} step{'s' * (total > 1)} of {batch:,} rows: so few hardly change the model; a smaller "
+            f"only {total} step{'s' * (total > 1)} of {batch:,} {unit}: so few hardly change the model; a smaller "
             "training.globalBatchSize makes more of them"
         )
     if left:
-        reason += f"; the last {left} rows of an epoch's order make no whole batch and are dropped"
+        reason += f"; the last {left} {unit} of an epoch's order make no whole batch and are dropped"
     return _with_warmup(draft.because(reason), per_epoch, total)
 
 

@@ -32,6 +32,7 @@ from finetune_operator.cli.local.environment import trainer_environment, usable_
 from finetune_operator.cli.local.local_files import write_atomically
 from finetune_operator.cli.local.measure import TRAINER, source_of_model, trainer_is_installed
 from finetune_operator.cli.terminal.console import UsageError, err, print_trimmed
+from finetune_operator.plan.plan import packs_rows
 from finetune_operator.plan.trainer_order import data_source, predicted_source
 from finetune_operator.spec.problems import Problem
 from finetune_operator.spec.types import EvaluationSpec, FineTuneJob, FineTuneJobSpec, PredictSpec, TrainingSpec
@@ -130,7 +131,11 @@ def data_question(job: FineTuneJob) -> TrainerJob:
         task=spec.task,
         model=source_of_model(job),
         dataset=None if spec.dataset is None else data_source(spec.task, spec.dataset),
-        preparation=Preparation(max_length=spec.preparation.max_length, stride=spec.preparation.stride),
+        preparation=Preparation(
+            max_length=spec.preparation.max_length,
+            stride=spec.preparation.stride,
+            packing=spec.training is not None and spec.training.script is None and packs_rows(spec),
+        ),
         evaluation=None if spec.evaluation is None else _evaluation(spec.evaluation),
         predict=None if spec.predict is None else _prediction(spec, spec.predict),
         generation=Generation(**spec.generation.model_dump()),

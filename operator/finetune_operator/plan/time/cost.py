@@ -45,7 +45,7 @@ CPU_FLOPS_PER_CORE = 80e9
 CPU_UTILISATION = 0.5
 """Share of the peak, measured: a 22M-parameter BERT, length-grouped, trains 50 rows/s of 27 tokens on those 2 cores."""
 CPU_STEP_SECONDS = 5e-3
-"""Least time of a step on a CPU beside its passes, whatever the model's size: batch, loop and update. Measured likewise:
+"""Least time of a step on a CPU beside its passes, whatever the model's size: batch, loop and update. Measured there:
 8 ms with 2 layers of width 32 and 32 rows of 6 tokens, of which each layer takes 1.4 ms.
 """
 
