@@ -573,7 +573,7 @@ CARD = (
         ),
         (None, {"_name_or_path": "org/second", "license": "mit"}, {"base_model": "org/second", "license": "mit"}),
         ("---\nbase_model: [org/a, org/b]\n---\n", {}, {"base_model": ["org/a", "org/b"]}),
-        ("# no front matter", {"_name_or_path": "/root/model"}, {}),
+        ("# no front matter", {"_name_or_path": "/models/base"}, {}),
         ("---\nlicense: [\n---\n", {}, {}),
         ("---\n- a\n---\n", {"license": {"a": 1}}, {}),
     ],

@@ -230,8 +230,8 @@ def tokens_error(subject: str, token: str, id_: int, embedded: int) -> StageErro
         "TokensWithoutEmbedding",
         f"{subject}, and the model's embedding has {embedded:,} rows, for ids below {embedded:,}: {token!r} has the id "
         f"{id_:,}.",
-        "Call model.resize_token_embeddings(len(tokenizer)) and save both, or use the tokenizer that the model came "
-        "with.",
+        "Resize the embedding (`resize_token_embeddings` of transformers) and save model and tokenizer, or use the "
+        "tokenizer that the model came with.",
     )
 
 

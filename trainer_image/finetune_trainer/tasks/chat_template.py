@@ -111,6 +111,10 @@ def _render(tokenizer: PreTrainedTokenizerBase, talk: Conversation, *, reply: bo
     )
 
 
+MARK = "Zq7Xw"
+"""Content of a message that templates are tried with: no template has it."""
+
+
 def rendered_prefix(tokenizer: PreTrainedTokenizerBase, talk: Conversation, end: int) -> str | None:
     """Render the first messages; None for a template that does not accept them without the others."""
     try:
@@ -208,12 +212,8 @@ _ENDS: dict[str, str | None] = {}
 
 
 def _behind(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    talk = Conversation(({"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}))
-    try:
-        before, text = _render(tokenizer, talk.before(1), reply=True), _render(tokenizer, talk)
-    except (ValueError, TypeError, jinja2.TemplateError):
-        return None
-    _, _, behind = text.removeprefix(before).partition("b")
+    talk = Conversation(({"role": "user", "content": "a"}, {"role": ASSISTANT, "content": MARK}))
+    _, _, behind = (rendered_prefix(tokenizer, talk, 2) or "").rpartition(MARK)
     added = sorted(map(str, {**tokenizer.get_added_vocab(), **dict.fromkeys(tokenizer.all_special_tokens)}), key=len)
     return next((token for token in reversed(added) if token and behind.lstrip().startswith(token)), None)
 

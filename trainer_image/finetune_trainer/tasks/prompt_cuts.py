@@ -8,14 +8,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from finetune_trainer.tasks.chat_template import TalkTokens, rendered_prefix
+from finetune_trainer.tasks.chat_template import MARK, TalkTokens, rendered_prefix
 from finetune_trainer.tasks.conversations import ASSISTANT, SYSTEM_ROLES, Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 END = "the end of the reply"
-"""What a row loses whose prompt is short already."""
+"""Name of the part that a row loses whose prompt is short already."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,10 @@ def _preface(tokenizer: PreTrainedTokenizerBase, tokens: TalkTokens) -> str:
         return ""
     asked = Conversation(({"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}))
     before = rendered_prefix(tokenizer, asked, 2)
-    whole = rendered_prefix(tokenizer, asked.followed_by(({"role": "user", "content": "c"},)), 3)
+    whole = rendered_prefix(tokenizer, asked.followed_by(({"role": "user", "content": MARK},)), 3)
     if before is None or whole is None or not whole.startswith(before):
         return ""
-    header = whole[len(before) :].partition("c")[0]
+    header = whole[len(before) :].partition(MARK)[0]
     return tokens.text[: max(0, tokens.text.find(header))] if header else ""
 
 
