@@ -329,7 +329,7 @@ def cut_to(length: int, messages: list[dict[str, Any]], *, learnt: bool = True, 
     return tokenizer.decode(found.features["input_ids"][0]), dict(found.lost), found
 
 
-def test_a_long_conversation_loses_oldest_messages_but_not_the_system_message() -> None:
+def test_a_long_conversation_loses_its_oldest_messages() -> None:
     whole, lost, found = cut_to(90, LONG)
     assert whole == SYSTEM + SECOND
     assert lost == {"earlier messages": 1}
