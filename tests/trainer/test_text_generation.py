@@ -275,6 +275,7 @@ def test_a_model_that_mixes_rows_all_the_same_is_refused(llama, data, paths, mon
 
 
 def test_rows_of_a_task_that_cannot_share_sequences_are_not_packed(tmp_path, paths, llama):
+    write_lines(tmp_path / "train.jsonl", [{"text": "the cat", "label": 0}] * 2)
     job = task_job(
         "text-classification",
         llama,

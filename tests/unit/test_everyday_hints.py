@@ -67,7 +67,10 @@ HINTS: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("GPU", {"endpoint": {"resources": {"limits": {"nvidia.com/gpu": 1}}}}, "endpoint.resources.limits",
      "set spec.resources.gpusPerNode to 1"),
     ("workbook", {"dataset": {"uri": "file://a.xlsx"}}, "dataset.uri",
-     "save the rows as .csv (UTF-8), .jsonl or .parquet, and name that file"),
+     "save the rows as .csv (UTF-8), .jsonl or .parquet, and name that file; in Python: import pandas; "
+     'pandas.read_excel("a.xlsx").to_csv("a.csv", index=False)'),
+    ("archive", {"dataset": {"uri": "file://in/rows.tar.gz"}}, "dataset.uri",
+     'unpack it in Python: import shutil; shutil.unpack_archive("rows.tar.gz", "data"), and name what it holds'),
     ("taken", {"training": {"num_train_epochs": 3, "epochs": 5}}, "training.num_train_epochs",
      "leave it out: spec.training.epochs is already 5; or replace that value"),
     ("last", {"checkpoints": {"keep": "last 3"}}, "checkpoints.keep", "write 3"),

@@ -234,6 +234,17 @@ def test_packing_follows_the_task_and_the_columns(spec, packing, columns):
     assert result.trainer.dataset.columns == Columns(**columns)
 
 
+def test_rows_with_a_shape_are_packed_only_as_asked():
+    data = rows(8530).model_copy(update={"shape": "Alpaca", "columns": {"messages": "messages"}})
+    result = planned(WRITES, data=data)
+    assert not result.trainer.preparation.packing
+    assert "rows are not packed: they are no plain text, but have the shape Alpaca" in result.reasons
+    asked = planned({**WRITES, "preparation": {"packing": "always"}}, data=data).trainer.preparation
+    assert (asked.packing, asked.packing_asked) == (True, True)
+    tokens = data.model_copy(update={"shape": "a form of text", "columns": {"text": "text"}})
+    assert planned(WRITES, data=tokens).trainer.preparation.packing
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "why"),
     [

@@ -264,6 +264,9 @@ def choose_packing(draft: Draft) -> Draft:
     spec, asked = draft.spec, draft.spec.preparation.packing
     if not draft.loops:
         return draft
+    data = draft.data
+    if asked == "auto" and data is not None and data.shape is not None and "text" not in data.columns:
+        return draft.because(f"rows are not packed: they are no plain text, but have the shape {data.shape}")
     if packs_rows(spec):
         what = "as asked" if asked == "always" else "rows are plain text"
         return replace(draft, packing=True).because(

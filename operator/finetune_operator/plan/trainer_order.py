@@ -60,6 +60,14 @@ def data_source(
     )
 
 
+def packs_any_rows(spec: FineTuneJobSpec) -> bool:
+    """Return whether rows are to be packed even if they turn out to be no plain text, where the columns leave that
+    open.
+    """
+    named = set() if spec.dataset is None else spec.dataset.columns.model_dump(exclude_none=True).keys()
+    return spec.preparation.packing == "always" and not named & INSTEAD_OF_TEXT
+
+
 def _training(draft: Draft) -> Training:
     asked, steps = draft.training, decided(draft.steps)
     stopping = asked.early_stopping
@@ -164,6 +172,7 @@ def trainer_job(draft: Draft) -> TrainerJob:
             engine=draft.engine,
             workers=spec.preparation.workers,
             packing=draft.packing,
+            packing_asked=draft.packing and packs_any_rows(spec),
         ),
         training=_training(draft) if draft.loops else None,
         device=draft.device,

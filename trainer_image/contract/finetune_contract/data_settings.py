@@ -75,6 +75,10 @@ class Preparation(Order):
     """Tokenising processes; partitions with Spark."""
     packing: bool = False
     """True if rows of the train split share sequences of `max_length` tokens, which are then the units of a batch."""
+    packing_asked: bool = Field(default=False, exclude_if=lambda asked: not asked)
+    """True if the job asks for packing and names no columns; False: rows that turn out to be no plain text are not
+    packed.
+    """
 
     @property
     def pods(self) -> int:

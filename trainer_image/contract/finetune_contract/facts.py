@@ -121,6 +121,10 @@ class DataFacts(Message):
     """Truncation length in effect, in tokens."""
     notes: tuple[str, ...] = Field(default=(), exclude_if=lambda notes: not notes)
     """Sentences for people: unusual properties of the data, and how prepare reads them."""
+    shape: str | None = Field(default=None, exclude_if=lambda shape: shape is None)
+    """Name of the shape by which the columns are known; None: they are those of the job."""
+    columns: dict[str, str] = Field(default_factory=dict, exclude_if=lambda columns: not columns)
+    """Role (a field of `Columns`) -> column of rows that have a shape, in place of the job's."""
 
     def for_planning(self, buckets: int) -> DataFacts:
         """Return the inputs of a plan: without labels and notes, at most `buckets` buckets in each histogram."""

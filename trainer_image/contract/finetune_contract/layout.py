@@ -94,6 +94,8 @@ REPORT_LIMIT_BYTES = 4096
 
 COMPLETION_MARKER = "COMPLETE"
 """File written last into a folder whose content is whole. A folder without it is not used."""
+FACTS_FILE = "data.json"
+"""`DataFacts` in the folder of prepared data."""
 
 
 class FailureClass(StrEnum):

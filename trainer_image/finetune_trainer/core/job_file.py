@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from finetune_contract.choices import Stage
-from finetune_contract.layout import FailureClass
+from finetune_contract.data_settings import Columns
+from finetune_contract.facts import DataFacts
+from finetune_contract.layout import FACTS_FILE, FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob, World
 from finetune_trainer.core.failures import StageError
 
@@ -31,6 +35,28 @@ def read_job(path: Path) -> TrainerJob:
             + "; ".join(f"{field}: {detail['msg']} (found {str(detail['input'])[:60]})" for field, detail in where[:5]),
             "Use compatible versions of operator and trainer image.",
         ) from error
+
+
+def as_prepared(job: TrainerJob, paths: JobPaths) -> TrainerJob:
+    """Return the job with the columns by which `prepare` has read its rows; the job itself without prepared data."""
+    try:
+        facts = DataFacts.model_validate_json((paths.prepared / FACTS_FILE).read_bytes())
+    except (OSError, ValueError):  # stages that need the data report them
+        return job
+    return with_columns(job, facts.columns)
+
+
+def with_columns(job: TrainerJob, columns: Mapping[str, str]) -> TrainerJob:
+    """Return the job with the columns (role -> name) that its rows have by their shape; empty: those of the job. Rows
+    that are not plain text are packed only if the job asks for it.
+    """
+    if not columns or job.dataset is None:
+        return job
+    update: dict[str, Any] = {"dataset": job.dataset.model_copy(update={"columns": Columns(**columns)})}
+    other = job.dataset.columns.text is not None and "text" not in columns
+    if other and not job.preparation.packing_asked:
+        update["preparation"] = job.preparation.model_copy(update={"packing": False})
+    return job.model_copy(update=update)
 
 
 def world_of(job: TrainerJob, stage: str) -> World:

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from operator import eq
 from typing import IO, Any, Literal, NoReturn, Protocol, TypeAlias, cast
 
@@ -136,7 +136,8 @@ COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}
 # ---------------------------------------------------------------------------------------------------------- any format
 
 _COLUMNAR = (".parquet", ".arrow")
-_TEXTUAL = (".jsonl", ".json", ".csv", ".tsv", ".txt")
+_CONLL = (".conll", ".iob", ".bio")
+_TEXTUAL = (".jsonl", ".json", ".csv", ".tsv", ".txt", *_CONLL)
 SUFFIXES = (*_TEXTUAL, *_COLUMNAR, *(kind + ending for ending in COMPRESSIONS for kind in _TEXTUAL))
 """File name endings that `read` supports."""
 ENDINGS = f"{', '.join(_TEXTUAL)} (also with {', '.join(COMPRESSIONS)} behind them), {', '.join(_COLUMNAR)}"
@@ -144,8 +145,10 @@ ENDINGS = f"{', '.join(_TEXTUAL)} (also with {', '.join(COMPRESSIONS)} behind th
 
 
 def format_of(name: str) -> str | None:
-    """Return the format by the file's name: `jsonl`, `json`, `csv`, `tsv`, `txt`, `parquet`, `arrow`; or None."""
+    """Return the format by the file's name: its ending, `conll` for those of words and tags; or None."""
     suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
+    if suffix is not None and suffix.startswith(_CONLL):
+        return "conll"
     return suffix.removesuffix(compression_of(name)).removeprefix(".") if suffix else None
 
 
@@ -191,13 +194,29 @@ def text_rows(file: RawFile, wanted: Sequence[str], notes: list[str]) -> Iterato
             raise unreadable(file, error) from error
 
 
+def first_rows(file: RawFile, count: int) -> list[dict[str, Any]]:
+    """Return the first readable rows with all their columns. Raise StageError DATA as `read`."""
+    if format_of(file.name) in ("parquet", "arrow"):
+        names: dict[str, None] = {}
+        next(read(file, (), names), None)
+        table = next(read(file, list(names), {}), None)
+        return [] if table is None else rows_of(table.slice(0, count))
+    rows = (row[1] for row in text_rows(file, (), []) if not isinstance(row, Rejected))
+    return list(islice(rows, count))
+
+
+def all_rows(file: RawFile, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a text file. Raise StageError DATA as `read`."""
+    return (row for _, row, _ in _strict(file, text_rows(file, wanted, [])))
+
+
 def has_lines(file: RawFile) -> bool:
     """Return True if each row is a line of text, so that reading can start at any byte of the decompressed file."""
     kind = format_of(file.name)
     if kind == "json":
         with open_decompressed(file) as ahead:
-            return not _opens_array(ahead)
-    return kind in ("jsonl", "txt")
+            return not _opens_array(ahead) and not _has_rows_inside(file)
+    return kind == "jsonl" or (kind == "txt" and not _is_tagged(file))
 
 
 def is_compressed(file: RawFile) -> bool:
@@ -237,6 +256,8 @@ def _rows(
         return json_array(file, stream)
     if kind in ("json", "jsonl"):
         return json_lines(lines_of(file, stream))
+    if kind == "conll" or (kind == "txt" and not has_lines(file)):
+        return tagged_words(file, lines_of(file, stream))
     if kind == "txt":
         return text_lines(lines_of(file, stream))
     return separated("\t" if kind == "tsv" else ",", wanted, notes)(file, stream)
@@ -357,6 +378,12 @@ def python_values(column: pa.ChunkedArray) -> list[Any]:
     """Return Python's values of a column, also of JSON."""
     values: list[Any] = column.to_pylist()
     return [value and json.loads(value) for value in values] if isinstance(column.type, pa.JsonType) else values
+
+
+def rows_of(table: pa.Table) -> list[dict[str, Any]]:
+    """Return the rows as Python values, also of JSON."""
+    columns = [python_values(column) for column in table.columns]
+    return [dict(zip(table.column_names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 def with_json(table: pa.Table, nested: Collection[str]) -> pa.Table:
@@ -485,13 +512,112 @@ def text_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[ReadRow | Rejecte
             yield _wrong_encoding(number, line)
 
 
+TOKENS, TAGS = "tokens", "tags"
+"""Columns of a file of words and tags."""
+_TAG = re.compile(rb"(?:O|[BIESLU]-\S+)")
+_DOCUMENT = b"-DOCSTART-"
+_LINES_AHEAD = 100
+
+
+def _fields_of_word(line: bytes) -> list[bytes]:
+    return [field.strip() for field in line.split(b"\t")] if b"\t" in line.strip() else line.split()
+
+
+def _first_words(file: RawFile) -> list[list[bytes]]:
+    """Return the fields of the first lines with a word, without comments."""
+    with open_decompressed(file) as ahead:
+        lines = [line for _, line in islice(lines_of(file, ahead), _LINES_AHEAD)]
+    return [_fields_of_word(line) for line in lines if line.strip() and not line.startswith((b"#", _DOCUMENT))]
+
+
+def _is_tagged(file: RawFile) -> bool:
+    """Return True for a text file whose first lines all have a word and end in a tag such as O or B-PER."""
+    first = _first_words(file)
+    return bool(first) and all(len(fields) > 1 and _TAG.fullmatch(fields[-1]) for fields in first)
+
+
+def tagged_words(file: RawFile, lines: Iterable[tuple[int, bytes]]) -> Iterator[ReadRow | Rejected]:
+    """Yield a row for each sentence: its words and, unless lines hold words alone, their tags. Empty lines separate
+    sentences. Lines of -DOCSTART-, and comments (lines with # and another number of fields), are left out.
+    """
+    first = _first_words(file)
+    width = len(first[0]) if first else 0
+    if width == 10 and first[0][0].isdigit():
+        raise StageError(
+            FailureClass.DATA,
+            "OtherFormat",
+            f"{file.name} has the ten columns of CoNLL-U, of which no one holds the tags of a sentence alone.",
+            "Write word and tag, separated by a tab, to a line each.",
+        )
+    words: list[list[bytes]] = []
+    last = size = 0
+    wrong: Rejected | None = None
+    for number, line in chain(lines, [(0, b"")]):
+        fields = _fields_of_word(line)
+        if not line.strip() or line.startswith(_DOCUMENT):
+            if words or wrong is not None:
+                yield wrong or _sentence(words, last, size)
+            words, size, wrong = [], 0, None
+            continue
+        last, size = number, size + len(line)
+        if len(fields) == width:
+            words.append(fields)
+        elif not line.startswith(b"#"):
+            shown = _excerpt(line)
+            wrong = wrong or Rejected(number, f"{len(fields)} fields, where others have {width}: {shown}", shown, size)
+
+
+def _sentence(words: Sequence[Sequence[bytes]], line: int, size: int) -> ReadRow | Rejected:
+    try:
+        row = {TOKENS: [fields[0].decode() for fields in words]}
+        tags = {TAGS: [fields[-1].decode() for fields in words]} if len(words[0]) > 1 else {}
+    except UnicodeDecodeError:
+        return _wrong_encoding(line, b" ".join(fields[0] for fields in words))
+    return line, {**row, **tags}, size
+
+
 def _wrong_encoding(number: int, line: bytes) -> Rejected:
     return Rejected(number, "not UTF-8.", _excerpt(line), len(line), of="encoding")
 
 
+_ROWS_INSIDE = re.compile(rb'\s*\{\s*("version"\s*:\s*"[^"]*"\s*,\s*)?"data"\s*:\s*\[\s*\{')
+
+
+def _has_rows_inside(file: RawFile) -> bool:
+    """Return True for a file that is one object with its rows in a list `data`, as SQuAD's own files."""
+    with open_decompressed(file) as stream:
+        if not _ROWS_INSIDE.match(stream.read(_START_BYTES).removeprefix(BYTE_ORDER_MARK)):
+            return False
+    with open_decompressed(file) as stream:
+        first, second = (stream.readline(LINE_BYTES + 1).strip() for _ in range(2))
+    return not (first.endswith(b"}") and second.startswith(b"{"))  # as rows that begin with a column `data`
+
+
+def _rows_inside(content: Any) -> Any:
+    """Return the rows of such a file, a row for each question of SQuAD's paragraphs; any other content as it is."""
+    rows = content["data"] if isinstance(content, dict) else content
+    if not rows or not all(isinstance(row, dict) and "paragraphs" in row for row in rows):
+        return rows
+    return [
+        {
+            "id": asked.get("id"),
+            "title": article.get("title"),
+            "context": paragraph["context"],
+            "question": asked["question"],
+            "answers": {
+                "text": [answer["text"] for answer in asked.get("answers", ())],
+                "answer_start": [answer["answer_start"] for answer in asked.get("answers", ())],
+            },
+        }
+        for article in rows
+        for paragraph in article["paragraphs"]
+        for asked in paragraph["qas"]
+    ]
+
+
 def json_array(file: RawFile, stream: IO[bytes]) -> Iterator[ReadRow | Rejected]:
-    """Read a file that is one JSON array of objects, as a whole; `line` of its rows is the index from 1, because the
-    parser reports no lines.
+    """Read a file that is one JSON array of objects, or one object with such an array, as a whole; `line` of its rows
+    is the index from 1, because the parser reports no lines.
     """
     content = stream.read(ARRAY_BYTES + 1)
     if len(content) > ARRAY_BYTES:
@@ -502,13 +628,15 @@ def json_array(file: RawFile, stream: IO[bytes]) -> Iterator[ReadRow | Rejected]
             "Write it as JSON Lines: one object per line, without brackets and commas around them.",
         )
     try:
-        rows = _DECODER.decode(content.decode("utf-8-sig").strip())
+        rows = _rows_inside(_DECODER.decode(content.decode("utf-8-sig").strip()))
     except UnicodeDecodeError:
         raise no_utf8(file) from None
     except json.JSONDecodeError as error:
         raise corrupt(file, error.lineno, f"not JSON: {error.msg}.") from None
     except (ValueError, RecursionError) as error:
         raise unreadable(file, error) from None
+    except (KeyError, TypeError) as error:
+        raise unreadable(file, f"a paragraph is not as in SQuAD: {error!r}.") from None
     for number, row in enumerate(rows, start=1):
         size = len(content) // len(rows)
         if isinstance(row, dict):

@@ -24,10 +24,9 @@ from pydantic import Field
 from finetune_contract.choices import Task
 from finetune_contract.contract_models import Message
 from finetune_contract.facts import DataFacts
-from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
+from finetune_contract.layout import COMPLETION_MARKER, FACTS_FILE, FailureClass, JobPaths
 from finetune_trainer.core.failures import StageError
 
-FACTS_FILE = "data.json"
 INPUTS_FILE = "inputs.json"
 ROW = "row"
 """Column: index of a feature's row in the raw split."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Protocol, TypeVar
 
@@ -39,6 +39,7 @@ from finetune_trainer.data.file_formats import (
     with_json,
 )
 from finetune_trainer.data.prepared import PreparedSplit, arrow_table
+from finetune_trainer.data.row_shapes import Shape, ShapedSplit
 from finetune_trainer.data.sources import (
     ColumnNeed,
     FileSplit,
@@ -160,6 +161,8 @@ class _AllRows:
 
 def row_source(split: SplitSource, needs: Sequence[ColumnNeed]) -> RowSource:
     """Return the rows of a split of raw data, with the columns of `needs`."""
+    if isinstance(split, ShapedSplit):
+        return ShapedRows(row_source(split.inner, split.shape.needs(needs)), split.shape, tuple(needs))
     if isinstance(split, FileSplit):
         return FileRows(split, tuple(needs))
     if isinstance(split, HubSplit):
@@ -220,6 +223,38 @@ def check_first_rows(source: RowSource, check: Callable[[RawSplit], None]) -> No
 
 
 _FIRST_ROWS = 100
+
+
+# -------------------------------------------------------------------------------------------------------------- shapes
+
+
+@dataclass(frozen=True)
+class ShapedRows(_AllRows):
+    """Rows that have a shape."""
+
+    inner: RowSource
+    shape: Shape
+    needs: tuple[ColumnNeed, ...]
+
+    @property
+    def origin(self) -> str:
+        return self.inner.origin
+
+    @property
+    def weight(self) -> int | None:
+        return self.inner.weight
+
+    def identity(self) -> str:
+        return self.shape.digest(self.inner.identity())
+
+    def shards(self) -> Iterator[RowShard]:
+        """Yield the shards of the data, whose rows are converted when they are read."""
+        for shard in self.inner.shards():
+            yield replace(shard, read=partial(self._read, shard))
+
+    def _read(self, shard: RowShard) -> ShardRows:
+        rows = shard.read()
+        return replace(rows, table_of=lambda some: self.shape.converted(rows.table_of(some), self.needs))
 
 
 # ------------------------------------------------------------------------------------------------------------ datasets

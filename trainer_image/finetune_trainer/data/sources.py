@@ -29,7 +29,17 @@ from finetune_contract.data_settings import DataSource
 from finetune_contract.layout import FailureClass
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.uris import Uri, hub_name, local_path, package_path
-from finetune_trainer.data.file_formats import ENDINGS, SUFFIXES, Unread, format_of, read, with_json
+from finetune_trainer.data.file_formats import (
+    ENDINGS,
+    SUFFIXES,
+    Unread,
+    first_rows,
+    format_of,
+    read,
+    rows_of,
+    with_json,
+)
+from finetune_trainer.data.folders import Loader, label_folder, label_splits, saved_splits
 from finetune_trainer.data.prepared import arrow_table, batches, dataset_of, write_tables
 from finetune_trainer.models.loading import hub_error
 
@@ -38,6 +48,8 @@ SPLIT_ROLES: tuple[Role, ...] = ("train", "validation", "test")
 _REMOTE = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
 """Scheme -> the distribution with its fsspec driver."""
 _GLOB_CHARACTERS = frozenset("*?[")
+HEAD_ROWS = 100
+"""Rows by which the shape of the data is known."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,9 @@ class SplitSource(Protocol):
 
     def digest(self) -> str:
         """Return a digest of the content: equal digest, equal rows."""
+
+    def head(self) -> list[dict[str, Any]]:
+        """Return the first `HEAD_ROWS` readable rows with all their columns."""
 
     def read(self, needs: Sequence[ColumnNeed], scratch: Path, most: int | None = None) -> RawSplit:
         """Read its rows, or the first `most` of them, to disk: new files go into the folder `scratch`, which must be
@@ -204,11 +219,12 @@ def check_columns(split: str, origin: str, has: Sequence[str], needs: Sequence[C
     for need in needs:
         if need.required and need.name not in has:
             near = _near(need.name, has)
+            named = f"Set {need.setting} to one of them." if "." in need.setting else "Write all splits in one shape."
             raise StageError(
                 FailureClass.DATA,
                 "MissingColumn",
                 f"{need.setting} is {need.name!r}, but split {split} ({origin}) has the columns {', '.join(has)}.",
-                f"Set {need.setting} to one of them." if near is None else f"Did you mean {near!r}?",
+                named if near is None else f"Did you mean {near!r}?",
             )
 
 
@@ -296,6 +312,10 @@ class FileSplit:
                 whole.update(f"{format_of(file.name)} {content}\n".encode())
         return whole.hexdigest()
 
+    def head(self) -> list[dict[str, Any]]:
+        """Return the first rows of the first file that has rows."""
+        return next(filter(None, (first_rows(file, HEAD_ROWS) for file in self.files)), [])
+
     def read(self, needs: Sequence[ColumnNeed], scratch: Path, most: int | None = None) -> RawSplit:
         """Read the rows of all files; a file without rows beside others with rows is fine."""
         wanted = list(dict.fromkeys(need.name for need in needs))
@@ -378,9 +398,44 @@ class FileSource:
         return FileSplit(self.files[0].stem, self.files)
 
 
-def _file_source(uri: Uri, setting: str) -> FileSource:
+@dataclass(frozen=True)
+class FolderSource:
+    """A folder that is a data set as a whole (see `folders.py`)."""
+
+    path: str
+    splits: Mapping[str, Loader]
+    only: bool = False
+    """True if it is one split, without a name of its own."""
+
+    def named(self, name: str) -> SplitSource | None:
+        """Return the split."""
+        load = self.splits.get(name)
+        return None if load is None else HubSplit(name, self.path if self.only else f"{self.path}/{name}", load())
+
+    def names(self) -> tuple[str, ...]:
+        """Return the splits."""
+        return tuple(self.splits)
+
+    def whole(self) -> SplitSource | None:
+        """Return the only split."""
+        return self.named(next(iter(self.splits))) if self.only else None
+
+
+def _folder_source(filesystem: Any, path: str) -> FolderSource | None:
+    saved = saved_splits(filesystem, path)
+    splits = saved or label_splits(filesystem, path, SPLIT_ROLES)
+    if splits:
+        return FolderSource(path, splits, only=bool(saved) and filesystem.exists(f"{path}/state.json"))
+    labelled = label_folder(filesystem, path)
+    return None if labelled is None else FolderSource(path, {PurePosixPath(path).name: labelled}, only=True)
+
+
+def _file_source(uri: Uri, setting: str) -> Source:
     filesystem, path = _filesystem(uri, setting)
     if filesystem.isdir(path):
+        folder_source = _folder_source(filesystem, path)
+        if folder_source is not None:
+            return folder_source
         names = [name for name in filesystem.ls(path, detail=False) if not PurePosixPath(name).name.startswith(".")]
     elif filesystem.isfile(path):
         names = [path]
@@ -520,6 +575,10 @@ class HubSplit:
     def digest(self) -> str:
         """Return the fingerprint by which `datasets` identifies the content of a loaded split."""
         return str(self.rows._fingerprint)
+
+    def head(self) -> list[dict[str, Any]]:
+        """Return the first rows, with values as they are stored."""
+        return rows_of(self.rows.with_format("arrow")[:HEAD_ROWS])
 
     def read(self, needs: Sequence[ColumnNeed], scratch: Path, most: int | None = None) -> RawSplit:
         """Map the used columns from the Hub's cache; types and class names stay as on the Hub."""

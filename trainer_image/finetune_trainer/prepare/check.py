@@ -26,6 +26,7 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.report import FailureReport
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.failures import StageError, classify
+from finetune_trainer.core.job_file import with_columns
 from finetune_trainer.core.uris import Uri
 from finetune_trainer.data.file_formats import python_values
 from finetune_trainer.data.packing import best_fit
@@ -40,7 +41,7 @@ from finetune_trainer.models.loading import (
     window_stride,
 )
 from finetune_trainer.prepare.data_notes import repeated_notes, row_hashes, unread_note
-from finetune_trainer.prepare.prepare import Part, parts_of, predict_part, split_validation
+from finetune_trainer.prepare.prepare import Part, parts_of, predict_part, shape_columns, split_validation
 from finetune_trainer.tasks.conversations import BESIDE, ConversationError, messages_of
 from finetune_trainer.tasks.head_labels import in_head_order
 from finetune_trainer.tasks.metric_names import refuse_unknown_metrics, refuse_unmeasured_stopping
@@ -83,7 +84,8 @@ def check(job: TrainerJob, *, trains: Trains | None = None, script: bool = False
     else:
         with tempfile.TemporaryDirectory(prefix="finetune-check-") as scratch:
             head = None if model is None or script else model.labels
-            splits = _check_rows(job, model, head, findings, Path(scratch), trains=trains, most=most)
+            job, parts = findings.of(lambda: _parts(job, trains=trains is not None)) or (job, {})
+            splits = _check_rows(job, parts, model, head, findings, Path(scratch), trains=trains, most=most)
     return CheckedData(
         splits=tuple(splits),
         max_length=None if model is None else model.max_length,
@@ -219,6 +221,7 @@ def _needed_tokens(file: Path | None) -> set[str]:
 
 def _check_rows(
     job: TrainerJob,
+    parts: Mapping[Role, Part],
     model: _Model | None,
     head: Labels | None,
     findings: _Findings,
@@ -228,10 +231,7 @@ def _check_rows(
     most: int,
 ) -> list[CheckedSplit]:
     task = task_of(job)
-    parts = findings.of(lambda: _parts(job, task.encoding, trains=trains is not None))
     raw: dict[Role, RawSplit] = {}
-    if parts is None:
-        return []
     checked: list[Role] = []
     for role, part in parts.items():
         with findings.collected():
@@ -257,9 +257,13 @@ def _check_rows(
     ]
 
 
-def _parts(job: TrainerJob, encoding: Encoding, *, trains: bool) -> dict[Role, Part]:
+def _parts(job: TrainerJob, *, trains: bool) -> tuple[TrainerJob, dict[Role, Part]]:
+    """Return the splits to check, and the job with the columns that their rows have by their shape."""
+    encoding = task_of(job).encoding
+    parts = parts_of(job, encoding, trains=trains)
+    job = with_columns(job, shape_columns(parts))
     predicted = predict_part(job, encoding)
-    return parts_of(job, encoding, trains=trains) | ({} if predicted is None else {"predict": predicted})
+    return job, parts | ({} if predicted is None else {"predict": predicted})
 
 
 def _check_labels(

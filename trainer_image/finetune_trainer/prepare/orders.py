@@ -77,6 +77,8 @@ class PodOrder(Order):
     max_length: int = Field(gt=0)
     stride: int = Field(ge=0)
     model_type: str
+    packing: bool
+    """True if rows share sequences, as pod 0 decided when it read them."""
     shards: dict[int, StoredShard]
     """Shards by their place among all shards."""
 
@@ -279,6 +281,7 @@ def pod_order(recipe: Recipe, shards: Mapping[int, Shard], folder: RowFolder) ->
         max_length=recipe.max_length,
         stride=recipe.stride,
         model_type=recipe.model_type,
+        packing=recipe.job.preparation.packing,
         shards={number: stored_shard(shard, folder) for number, shard in shards.items()},
     ).model_dump_json()
 

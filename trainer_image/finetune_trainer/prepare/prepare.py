@@ -23,13 +23,15 @@ from numpy.typing import NDArray
 from finetune_contract.data_settings import Columns
 from finetune_contract.facts import DataFacts
 from finetune_contract.inference_settings import Prediction
-from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
+from finetune_contract.layout import COMPLETION_MARKER, FACTS_FILE, FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.files import discard, discard_leftovers, locked, temporary_folder
+from finetune_trainer.core.job_file import with_columns
 from finetune_trainer.core.progress import ProgressSink
 from finetune_trainer.core.storage import storage_errors_named
-from finetune_trainer.data.prepared import FACTS_FILE, INPUTS_FILE, PreparedInputs, raw_name, shard_name, write_tables
+from finetune_trainer.data.prepared import INPUTS_FILE, PreparedInputs, raw_name, shard_name, write_tables
+from finetune_trainer.data.row_shapes import Shape, recognised, shaped
 from finetune_trainer.data.row_shards import check_first_rows, row_source
 from finetune_trainer.data.sources import ColumnNeed, RawSplit, Role, SplitSource, predict_split, splits_by_role
 from finetune_trainer.models.loading import (
@@ -90,6 +92,8 @@ class Part:
     needs: tuple[ColumnNeed, ...]
     copies: tuple[str, ...]
     """Columns copied to the predictions."""
+    shape: Shape | None = None
+    """Shape of the rows, by which `columns` are known; None: the job names them."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +126,14 @@ def prepare(
     when the job names a metric that its data do not have: with another metric it is the same job.
     """
     task = task_of(job)
+    parts = parts_of(job, task.encoding, trains=job.training is not None)
+    job = with_columns(job, shape_columns(parts))
     predicted = predict_part(job, task.encoding)
     if predicted is not None:
         # predict reads the rows themselves; an error that all of them share is reported before the training.
         rows = row_source(predicted.source, predicted.needs)
         check_first_rows(rows, lambda split: task.encoding.check(split, predicted.columns, predicted.setting))
-    facts = _prepared(job, paths, progress, leader, shared)
+    facts = _prepared(job, parts, paths, progress, leader, shared)
     for note in facts.notes:
         log.warning("%s", note)
     refuse_unknown_metrics(job, task.scoring.metrics[facts.label_form])
@@ -135,7 +141,12 @@ def prepare(
 
 
 def _prepared(
-    job: TrainerJob, paths: JobPaths, progress: ProgressSink, leader: Leader | None, shared: SharedData | None
+    job: TrainerJob,
+    parts: Mapping[Role, Part],
+    paths: JobPaths,
+    progress: ProgressSink,
+    leader: Leader | None,
+    shared: SharedData | None,
 ) -> DataFacts:
     if (leader is not None) != (job.preparation.engine == "job"):
         raise StageError(
@@ -147,7 +158,7 @@ def _prepared(
         )
     paths.root.mkdir(parents=True, exist_ok=True)
     with locked(paths.root / ".prepare.lock"):
-        order = _order(job)
+        order = _order(job, parts)
         done = _found(order, paths, progress)
         if done is not None:
             return done
@@ -226,14 +237,13 @@ def _move(temporary: Path, place: Path) -> None:
 # -------------------------------------------------------------------------------------------------------- the order
 
 
-def _order(job: TrainerJob) -> _Order:
+def _order(job: TrainerJob, parts: Mapping[Role, Part]) -> _Order:
     task = task_of(job)
     config = load_config(job)
     known = None if job.training else labels_of_model(job, task.head, config)
     head = task.head.model_labels(config) if job.training and task.head.named_outputs else None
     if job.preparation.packing:
         task.head.refuse_packing(job, config)
-    parts = parts_of(job, task.encoding, trains=job.training is not None)
     max_length = truncation_length(job, config)
     refuse_long_answers(job, config)
     stride = window_stride(job, max_length)
@@ -299,13 +309,35 @@ def parts_of(job: TrainerJob, encoding: Encoding, *, trains: bool) -> dict[Role,
         sources = splits_by_role(job.dataset, trains=trains)
         # Validation may have to be split off from train.
         predicted: Role = next((role for role in ("test", "validation") if role in sources), "train")
+        columns, shape = job.dataset.columns, None
         for role, source in sources.items():
             labelled = role in ("train", "validation")
-            needs = encoding.columns(job.dataset.columns, "dataset", labelled=labelled)
+            if not parts:
+                columns, shape = _by_shape(job, source, columns, encoding, "dataset", labelled=labelled)
+            needs = encoding.columns(columns, "dataset", labelled=labelled)
             copied = job.predict is not None and job.predict.dataset is None and role == predicted
             extra, names = (copy_needs, copies) if copied else ((), ())
-            parts[role] = Part(source, job.dataset.columns, "dataset", needs + extra, names)
+            parts[role] = Part(shaped(source, shape), columns, "dataset", needs + extra, names, shape)
     return parts
+
+
+def _by_shape(
+    job: TrainerJob, source: SplitSource, columns: Columns, encoding: Encoding, setting: str, *, labelled: bool
+) -> tuple[Columns, Shape | None]:
+    """Return the columns of the rows, with their shape if the columns of the job are not there."""
+    needs = encoding.columns(columns, setting, labelled=labelled)
+    try:
+        rows = source.head()
+    except StageError:  # the whole split is read next, and reported with the problems of the others
+        rows = []
+    shape = recognised(rows, job.task, needs, labelled=labelled)
+    return (columns, None) if shape is None else (shape.columns(columns), shape)
+
+
+def shape_columns(parts: Mapping[Role, Part]) -> dict[str, str]:
+    """Return role -> name of the columns of rows that have a shape; empty: they have those of the job."""
+    part = next((part for part in parts.values() if part.shape is not None), None)
+    return {} if part is None else part.columns.model_dump(exclude_none=True)
 
 
 def predict_part(job: TrainerJob, encoding: Encoding) -> Part | None:
@@ -313,10 +345,16 @@ def predict_part(job: TrainerJob, encoding: Encoding) -> Part | None:
     if job.predict is None or job.predict.dataset is None:
         return None
     columns = _inherited(job.predict.dataset.columns, job.dataset.columns if job.dataset else Columns())
-    columns = columns.model_copy(update=dict.fromkeys(_TARGETS))
+    source, setting = predict_split(job.predict.dataset), "predict.dataset"
+    columns, shape = _by_shape(job, source, _without_answers(columns), encoding, setting, labelled=False)
+    columns = _without_answers(columns)
     copies, copy_needs = _repeated(job.predict)
-    needs = encoding.columns(columns, "predict.dataset", labelled=False) + copy_needs
-    return Part(predict_split(job.predict.dataset), columns, "predict.dataset", needs, copies)
+    needs = encoding.columns(columns, setting, labelled=False) + copy_needs
+    return Part(shaped(source, shape), columns, setting, needs, copies, shape)
+
+
+def _without_answers(columns: Columns) -> Columns:
+    return columns.model_copy(update=dict.fromkeys(_TARGETS))
 
 
 def _repeated(predict: Prediction | None) -> tuple[tuple[str, ...], tuple[ColumnNeed, ...]]:
@@ -467,6 +505,8 @@ def _write(
         validation_from_train=from_train,
         max_length=order.coding.max_length,
         notes=(*notes, *written_notes(made, order.coding.max_length)),
+        shape=next((part.shape.name for part in parts.values() if part.shape is not None), None),
+        columns=shape_columns(order.parts),
     )
     (folder / FACTS_FILE).write_text(facts.to_json(), encoding="utf-8")
     pad = order.coding.tokenizer.pad_token_id

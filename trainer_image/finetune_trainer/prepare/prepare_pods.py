@@ -358,7 +358,9 @@ def _obey(pod: Pod, job: TrainerJob, place: Path, reporter: _FollowerReporter) -
     """Write the ordered shards that do not exist yet."""
     path = place / _order_name(pod.index)
     order = read_pod_order(path)
-    recipe = Recipe(_of_revision(job, order, path), order.max_length, order.stride, order.model_type)
+    job = _of_revision(job, order, path)
+    job = job.model_copy(update={"preparation": job.preparation.model_copy(update={"packing": order.packing})})
+    recipe = Recipe(job, order.max_length, order.stride, order.model_type)
     shards = read_shards(path, order, RowFolder(place.parent))
     reporter.total = sum(len(shard.rows.index) for shard in shards.values())
     encoder: Encoder | None = None

@@ -20,7 +20,7 @@ from finetune_contract.byte_text import human_bytes
 from finetune_contract.charts import Share, shares, training_charts
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
-from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.layout import FACTS_FILE, FailureClass, JobPaths
 from finetune_contract.metrics import BASELINE
 from finetune_contract.report import TimePart, TimeSplit, shortened
 from finetune_contract.trainer_job import TrainerJob, World
@@ -215,8 +215,6 @@ def write_report(
     job: TrainerJob, plan_json: Mapping[str, Any] | None, paths: JobPaths, command: str | None = None
 ) -> None:
     """Write report.html from the stages' results in the job's folder; missing results are left out."""
-    from finetune_trainer.data.prepared import FACTS_FILE  # with pyarrow, which nothing else here needs
-
     metrics = _read_json(paths.metrics) or {}
     plan = plan_json or {}
     facts = DataFacts.model_validate(content) if (content := _read_json(paths.prepared / FACTS_FILE)) else None

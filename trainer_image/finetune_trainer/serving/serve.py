@@ -24,7 +24,7 @@ from finetune_contract.layout import (
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core import garbage_collection
 from finetune_trainer.core.failures import StageError, classify, needed_library
-from finetune_trainer.core.job_file import read_job
+from finetune_trainer.core.job_file import as_prepared, read_job
 from finetune_trainer.core.stage_console import quiet_libraries, settle_console
 from finetune_trainer.core.unused_libraries import leave_out_unused
 
@@ -42,7 +42,8 @@ def serve(argv: Sequence[str]) -> int:
     try:
         job = read_job(arguments.job)
         leave_out_unused(job)
-        return _serve(job, JobPaths.of(arguments.workspace, job.name), arguments.host, arguments.port)
+        paths = JobPaths.of(arguments.workspace, job.name)
+        return _serve(as_prepared(job, paths), paths, arguments.host, arguments.port)
     except Exception as error:
         report = classify(error)
         log.error("%s: %s %s", report.reason, report.message, report.hint, exc_info=not isinstance(error, StageError))

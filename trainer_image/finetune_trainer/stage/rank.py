@@ -25,7 +25,7 @@ from finetune_trainer.core.distributed import ProcessWorld, current, disconnect
 from finetune_trainer.core.failures import StageError, chain, classify
 from finetune_trainer.core.final_report import report_path, write_report
 from finetune_trainer.core.interruption import Interruption
-from finetune_trainer.core.job_file import read_job
+from finetune_trainer.core.job_file import as_prepared, read_job
 from finetune_trainer.core.library_patches import patches_removed
 from finetune_trainer.core.progress import Findings, progress_for
 from finetune_trainer.core.stage_console import quiet_libraries, settle_console
@@ -101,6 +101,8 @@ def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
         paths.root.mkdir(parents=True, exist_ok=True)
         with storage_errors_named(paths.root, f"stage {stage}", shared=True):
             estimate = arguments.job.with_name(ESTIMATE_FILE)
+            if stage is not Stage.PREPARE:
+                job = as_prepared(job, paths)
             order = StageInput(job, paths, progress, world, arguments.deepspeed, interruption, findings, estimate)
             result = STAGES[stage](order)
         interruption.defer()

@@ -21,6 +21,7 @@ from finetune_trainer.core import garbage_collection
 from finetune_trainer.core.distributed import ProcessWorld
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.interruption import Interruption
+from finetune_trainer.core.job_file import with_columns
 from finetune_trainer.core.progress import Findings, ProgressSink
 from finetune_trainer.stage import runs
 
@@ -273,8 +274,7 @@ def _inference_job(given: StageInput) -> TrainerJob:
     from finetune_trainer.scripts.trained import job_of_trained_model
 
     job = job_of_trained_model(given.job, given.paths)
-    prepare(job, given.paths, NoProgress())
-    return job
+    return with_columns(job, prepare(job, given.paths, NoProgress()).columns)
 
 
 STAGES: Mapping[Stage, Callable[[StageInput], StageResult]] = {

@@ -130,7 +130,8 @@ def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
             FailureClass.MODEL,
             "NoChatTemplate",
             "The rows are conversations, and the model's tokenizer has no chat template.",
-            "Use a model that was trained for conversations, or rows of plain text.",
+            "Use a model that was trained for conversations, or name the texts of a prompt and its answer, such as "
+            "columns: {source: instruction, target: output} for rows of Alpaca.",
         )
 
 

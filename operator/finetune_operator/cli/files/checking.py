@@ -33,7 +33,7 @@ from finetune_operator.cli.local.local_files import write_atomically
 from finetune_operator.cli.local.measure import TRAINER, source_of_model, trainer_is_installed
 from finetune_operator.cli.terminal.console import UsageError, err, print_trimmed
 from finetune_operator.plan.plan import packs_rows
-from finetune_operator.plan.trainer_order import data_source, predicted_source
+from finetune_operator.plan.trainer_order import data_source, packs_any_rows, predicted_source
 from finetune_operator.spec.problems import Problem
 from finetune_operator.spec.types import EvaluationSpec, FineTuneJob, FineTuneJobSpec, PredictSpec, TrainingSpec
 
@@ -126,6 +126,7 @@ def _hub_uris(job: FineTuneJob) -> dict[str, hub_reach.Kind]:
 def data_question(job: FineTuneJob) -> TrainerJob:
     """Return the part of `job.json` about data, before anything is planned."""
     spec = job.spec
+    packing = spec.training is not None and spec.training.script is None and packs_rows(spec)
     return TrainerJob(
         name=job.name,
         task=spec.task,
@@ -134,7 +135,8 @@ def data_question(job: FineTuneJob) -> TrainerJob:
         preparation=Preparation(
             max_length=spec.preparation.max_length,
             stride=spec.preparation.stride,
-            packing=spec.training is not None and spec.training.script is None and packs_rows(spec),
+            packing=packing,
+            packing_asked=packing and packs_any_rows(spec),
         ),
         evaluation=None if spec.evaluation is None else _evaluation(spec.evaluation),
         predict=None if spec.predict is None else _prediction(spec, spec.predict),

@@ -58,9 +58,25 @@ _HUB_SPLIT = re.compile(r"\w+(\.\w+)*(\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\])?(\([^)]*\
 _SLICE = re.compile(r"\[[^\[\]]*:[^\[\]]*\]$")
 _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%|0?(?P<part>\.[0-9]+)")
 _OTHER_FILE = re.compile(
-    r"\.(?:xlsx?|ods|xml|html?|pdf|docx?|zip|tar|tgz|rar|7z|pkl|pickle|db|sqlite|feather|orc|avro|npy|npz|h5|tfrecord)$"
+    r"\.(?:xlsx?|ods|xml|html?|pdf|docx?|zip|tar|tgz|tar\.(?:gz|bz2|xz|zst)|rar|7z|pkl|pickle|db|sqlite|feather|orc|avro|npy|npz|h5"
+    r"|tfrecord)$"
 )
 """Ending of files that people have as data, and that no reader of the trainer knows."""
+_SAVED = "save the rows as .csv (UTF-8), .jsonl or .parquet, and name that file"
+_UNPACKED = 'unpack it in Python: import shutil; shutil.unpack_archive("{0}", "data"), and name what it holds'
+_CONVERSIONS = (
+    (
+        re.compile(r"\.(?:xlsx?|ods)$"),
+        f'{_SAVED}; in Python: import pandas; pandas.read_excel("{{0}}").to_csv("{{1}}.csv", index=False)',
+    ),
+    (re.compile(r"\.(?:zip|tgz|tar\.(?:gz|bz2|xz|zst))$"), _UNPACKED),
+    (
+        re.compile(r"\.tar$"),
+        f"{_UNPACKED}; of WebDataset: import datasets; "
+        'datasets.load_dataset("webdataset", data_files="{0}", split="train").to_parquet("{1}.parquet")',
+    ),
+)
+"""Ending -> hint; `{0}` is the file, `{1}` the file without its ending."""
 _LONGEST_ARGUMENT = 32_000
 """Maximum characters of an argument: Linux takes 131,071 bytes, and a character has up to four of them in UTF-8."""
 _METADATA_HOSTS = frozenset({"metadata", "metadata.google.internal", "instance-data", "metadata.azure.com"})
@@ -246,10 +262,14 @@ def _data_files(spec: FineTuneJobSpec) -> Iterator[Problem]:
     for path, uri in named_uris(spec):
         ending = _OTHER_FILE.search(uri)
         if path.endswith("dataset.uri") and ending is not None and not uri.startswith("hf://"):
-            yield Problem(
-                path, describe_value(uri), f"{ending[0]} files cannot be read",
-                "save the rows as .csv (UTF-8), .jsonl or .parquet, and name that file",
-            )  # fmt: skip
+            yield Problem(path, describe_value(uri), f"{ending[0]} files cannot be read", _conversion(uri, ending[0]))
+
+
+def _conversion(uri: str, ending: str) -> str:
+    """Return the hint that converts a file."""
+    file = uri.rpartition("/")[2]
+    hint = next((hint for pattern, hint in _CONVERSIONS if pattern.search(file)), _SAVED)
+    return hint.format(file, file.removesuffix(ending))
 
 
 def _split_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
