@@ -533,6 +533,20 @@ def test_packing_that_the_job_asks_for_packs_conversations(decoder: Path, tmp_pa
     assert facts.splits["train"].packs_of == 2
 
 
+def test_prompts_are_messages_where_the_job_asks_for_the_template(decoder: Path, tmp_path: Path) -> None:
+    row = {"prompt": "the cat a dog", "completion": "sees"}
+    preparation = {"chat_template": "always"}
+    facts = prepared("text-generation", decoder, [row] * 2, tmp_path / "a", ["text"], preparation=preparation)
+    assert learnt(tmp_path / "a") == LEARNT_CHATS[:1] * 2
+    assert facts.columns == {"source": "prompt", "target": "completion"}
+    named = {"source": "question", "target": "answer"}
+    rows = [{"question": row["prompt"], "answer": row["completion"]}] * 2
+    prepared("text-generation", decoder, rows, tmp_path / "b", named, preparation=preparation)
+    assert learnt(tmp_path / "b") == LEARNT_CHATS[:1] * 2
+    with pytest.raises(StageError, match=r"preparation.chatTemplate is always, and column 'text' is plain text"):
+        prepared("text-generation", decoder, [{"text": "a dog"}], tmp_path / "c", ["text"], preparation=preparation)
+
+
 def test_later_stages_follow_the_shape_of_the_rows(decoder: Path, tmp_path: Path) -> None:
     """The verb of an animal is learnt from rows like Alpaca's, and written for new instructions."""
     verbs = {"cat": "sees", "dog": "hears", "bird": "finds"}

@@ -244,8 +244,8 @@ def test_a_name_is_in_the_table_once_for_each_place() -> None:
 
 
 OTHER_MEANING = frozenset({
-    "annotations", "dataset", "dropout", "engine", "every", "format", "image", "labels", "output", "revision",
-    "schedule", "server", "spec", "steps", "storage", "strategy", "template",
+    "annotations", "chat_template", "dataset", "dropout", "engine", "every", "format", "image", "labels", "output",
+    "revision", "schedule", "server", "spec", "steps", "storage", "strategy", "template",
 })  # fmt: skip
 """Fields whose name means something else in some objects, where a row says so."""
 

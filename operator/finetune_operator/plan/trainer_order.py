@@ -172,6 +172,7 @@ def trainer_job(draft: Draft) -> TrainerJob:
             engine=draft.engine,
             workers=spec.preparation.workers,
             packing=draft.packing,
+            chat_template=spec.preparation.chat_template,
             packing_asked=draft.packing and packs_any_rows(spec),
         ),
         training=_training(draft) if draft.loops else None,

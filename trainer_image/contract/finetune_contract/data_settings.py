@@ -80,6 +80,9 @@ class Preparation(Order):
     packed.
     """
 
+    chat_template: Literal["never", "always"] = Field(default="never", exclude_if=lambda chat: chat == "never")
+    """always: a prompt (`source`) is a message of the user, and its continuation (`target`) the reply to it."""
+
     @property
     def pods(self) -> int:
         """Number of pods that run the stage in a cluster; Spark's driver is one of them."""

@@ -87,6 +87,8 @@ class PredictionInputs:
         }
         if job.predict is not None and job.predict.metric_tolerance is not None:
             basis["metric_tolerance"] = job.predict.metric_tolerance
+        if job.preparation.chat_template == "always":
+            basis["chat"] = True
         if self.means.tensor > 1:
             basis["tensor"] = self.means.tensor
         return hashlib.sha256(json.dumps(basis, sort_keys=True).encode()).hexdigest()[:32]

@@ -262,6 +262,7 @@ def _order(job: TrainerJob, parts: Mapping[Role, Part]) -> _Order:
         "model_type": config.model_type,
         "packing": job.preparation.packing,
         "seed": job.seed,
+        **({"chat": True} if job.preparation.chat_template == "always" else {}),
         **({} if head is None else {"head": [head.names, head.form]}),
         **({"label_names": job.dataset.labels} if job.dataset is not None and job.dataset.labels else {}),
         **({"label_separator": separator} if separator is not None else {}),

@@ -12,10 +12,9 @@ from finetune_trainer.tasks.task_protocol import TaskParts
 
 def task_of(job: TrainerJob) -> TaskParts:
     """Return the job's task, with the job's settings for it."""
-    if job.dataset is None:
-        return task_parts(job.task, job.preference)
-    labels, separator = job.dataset.labels, job.dataset.label_separator
-    return task_parts(job.task, job.preference, label_names=labels, label_separator=separator)
+    labels, separator = (job.dataset.labels, job.dataset.label_separator) if job.dataset is not None else ({}, None)
+    chat = job.preparation.chat_template == "always"
+    return task_parts(job.task, job.preference, label_names=labels, label_separator=separator, chat=chat)
 
 
 def task_parts(
@@ -23,6 +22,8 @@ def task_parts(
     preference: Preference | None = None,
     label_names: Mapping[str, str] | None = None,
     label_separator: str | None = None,
+    *,
+    chat: bool = False,
 ) -> TaskParts:
     """Return the parts of `task`. Settings are needed only where they change the result."""
     if task == "text-classification":
@@ -48,7 +49,7 @@ def task_parts(
     if task == "text-generation":
         from finetune_trainer.tasks.text_generation import text_generation
 
-        return text_generation()
+        return text_generation(chat=chat)
     if task == "preference-tuning":
         from finetune_trainer.tasks.preference_tuning import preference_tuning
 

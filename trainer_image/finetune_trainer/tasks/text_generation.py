@@ -58,18 +58,21 @@ behind another one.
 """
 
 
-def text_generation() -> TaskParts:
-    """Return the parts of `text-generation`.
+def text_generation(*, chat: bool = False) -> TaskParts:
+    """Return the parts of `text-generation`. `chat`: prompts and their continuations are conversations of one turn.
 
     A feature has `input_ids`, `labels` (the token itself where it is learnt, else -100; never the first token, which
     follows no other) and `prompt`, the number of given tokens when the rest is to be written. An answer has `nll`
     and `hit`, one for each label, or `generated_text`.
     """
-    return TaskParts(_Encoding(), _Head(), _Scoring(), _Description(), DecoderWriter())
+    return TaskParts(_Encoding(chat), _Head(), _Scoring(), _Description(), DecoderWriter())
 
 
 class _Encoding(LanguageEncoding):
     packed = ("input_ids", "labels")
+
+    def __init__(self, chat: bool) -> None:
+        self._chat = chat
 
     def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
         """Return the columns of the named form; the target is not read where it is to be written."""
@@ -103,6 +106,13 @@ class _Encoding(LanguageEncoding):
         if columns.messages is not None:
             refuse_not_messages(split, f"{setting}.columns.messages", columns.messages)
             return
+        if self._chat and columns.text is not None:
+            raise StageError(
+                FailureClass.CONFIG,
+                "NoSides",
+                f"preparation.chatTemplate is always, and column {columns.text!r} is plain text without a prompt.",
+                "Name dataset.columns.source and target, or leave preparation.chatTemplate out.",
+            )
         for role, name in self.inputs(columns).items():
             refuse_not_text(split, f"{setting}.columns.{role}", name, table[name])
 
@@ -140,6 +150,8 @@ class _Encoding(LanguageEncoding):
         of_row: list[int] = []
         lost: Counter[str] = Counter()
         truncated = 0
+        if self._chat and "source" in rows:
+            rows = _as_messages(rows["source"], targets)
         for row, tokens in enumerate(_tokens(rows, targets, coding)):
             truncated += bool(tokens.lost)
             lost.update(tokens.lost)
@@ -163,7 +175,7 @@ class _Encoding(LanguageEncoding):
 
     def remarks(self, columns: Columns, coding: Coding) -> tuple[str, ...]:
         """Return a note on a chat template that puts no token behind a reply."""
-        return () if columns.messages is None else reply_note(coding.tokenizer)
+        return reply_note(coding.tokenizer) if self._chat or columns.messages is not None else ()
 
     def in_windows(self, columns: Columns) -> bool:
         """Return True for texts; of prompts and conversations the beginning is lost."""
@@ -223,7 +235,8 @@ class _Description(DecoderDescription):
 
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
         """Describe use by the pipeline, with a conversation where the training had such."""
-        chat = job.dataset is not None and job.dataset.columns.messages is not None
+        chat = job.preparation.chat_template == "always"
+        chat |= job.dataset is not None and job.dataset.columns.messages is not None
         example = '[{"role": "user", "content": "Tell me more."}]' if chat else '"Tell me more."'
         kept = (
             f"Longer texts were cut into windows of {facts.max_length} tokens that overlap."
@@ -267,6 +280,14 @@ def _tokens(rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, cod
     if "messages" not in rows:
         return _completions(list(rows["text" if "text" in rows else "source"]), targets, coding)
     return _conversations(rows, coding, learnt=targets is not None)
+
+
+def _as_messages(sources: Sequence[str], targets: NDArray[Any] | None) -> dict[str, list[Any]]:
+    """Return prompts as messages of a user, followed by their continuations as replies where they are known."""
+    talks = [[{"role": "user", "content": source}] for source in sources]
+    for talk, target in zip(talks, () if targets is None else targets, strict=False):
+        talk.append({"role": ASSISTANT, "content": target})
+    return {"messages": talks}
 
 
 def _texts(texts: list[str], coding: Coding) -> Iterator[_Tokens]:

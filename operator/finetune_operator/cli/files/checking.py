@@ -137,6 +137,7 @@ def data_question(job: FineTuneJob) -> TrainerJob:
             stride=spec.preparation.stride,
             packing=packing,
             packing_asked=packing and packs_any_rows(spec),
+            chat_template=spec.preparation.chat_template,
         ),
         evaluation=None if spec.evaluation is None else _evaluation(spec.evaluation),
         predict=None if spec.predict is None else _prediction(spec, spec.predict),

@@ -116,6 +116,7 @@ RULES: tuple[Rule, ...] = (
     # Tasks.
     is_for("generation", WRITING_TASKS),
     is_for("preference", ("preference-tuning",)),
+    is_for("preparation.chatTemplate", ("text-generation",)),
     is_for("training.labelSmoothing", SMOOTHED_TASKS),
     is_for("predict.optimization", BACKEND_TASKS, *_BACKENDS),
     is_for("predict.optimization", VLLM_TASKS, *TEXT_BACKENDS),

@@ -201,6 +201,11 @@ class PreparationSpec(SpecModel):
         description="Whether several rows are packed into one sequence. Defaults to auto: only for tasks that benefit "
         "from it, and not with parallelism.sequence.",
     )
+    chat_template: Literal["never", "always"] = Field(
+        default="never",
+        description="Whether the chat template of the model's tokenizer also formats rows of source and target, as a "
+        "message of the user and the reply to it. Conversations always use it. Defaults to never: the texts alone.",
+    )
     stride: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
         default=None,
         description="Overlap of the windows of a long row, in tokens, for tasks that split rows into windows (token-"
