@@ -72,8 +72,14 @@ LEARNT_CHATS = [
 """Tokens of both rows, and those that are learnt."""
 GENERATION: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]], str]] = {
     "Alpaca": (ALPACA, LEARNT_CHATS, "messages"),
+    "Dolly": (
+        [{"instruction": "the cat", "context": "a dog", "response": "sees", "category": "house"}] * 2,
+        LEARNT_CHATS[:1] * 2,
+        "messages",
+    ),
     "ShareGPT": ([{"conversations": turns} for turns in CHATS], LEARNT_CHATS, "messages"),
     "messages": ([{"messages": messages} for messages in MESSAGES], LEARNT_CHATS, "messages"),
+    "messages in conversations": ([{"conversations": each} for each in MESSAGES], LEARNT_CHATS, "messages"),
     "prompt and completion": (
         [{"prompt": "the cat", "completion": "sees"}, {"prompt": "a dog", "completion": "then sleeps"}],
         [("the cat sees </s>", ". . sees </s>"), ("a dog then sleeps </s>", ". . then sleeps </s>")],

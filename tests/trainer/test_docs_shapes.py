@@ -63,4 +63,4 @@ def test_the_command_names_the_shape(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_page_has_each_shape() -> None:
-    assert len(SECTIONS) == 14
+    assert len(SECTIONS) == 15

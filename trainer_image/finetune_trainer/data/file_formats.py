@@ -253,10 +253,13 @@ def _rows(
     file: RawFile, stream: IO[bytes], kind: str | None, wanted: Sequence[str], notes: list[str]
 ) -> Iterator[ReadRow | Rejected]:
     if kind == "json" and not has_lines(file):
+        if _has_rows_inside(file):
+            notes.append(f"{file.name}: read as one object with its rows in data, as SQuAD's own files.")
         return json_array(file, stream)
     if kind in ("json", "jsonl"):
         return json_lines(lines_of(file, stream))
     if kind == "conll" or (kind == "txt" and not has_lines(file)):
+        notes.append(f"{file.name}: read as sentences of words and tags, a word a line.")
         return tagged_words(file, lines_of(file, stream))
     if kind == "txt":
         return text_lines(lines_of(file, stream))

@@ -181,6 +181,8 @@ class ShapedSplit:
         """Read and convert the rows. StageErrors of the split and of `Shape.converted`."""
         raw = self.inner.read(self.shape.needs(needs), scratch, most)
         raw = replace(raw, notes=(*raw.notes, self.shape.note(raw.has)))
+        for key in self.shape.reads:
+            raw.unread.filled.pop(key, None)
         if self.shape.row is None:
             return raw
         table, schemas, place = raw.table, [], f"Split {raw.name} ({raw.origin})"
@@ -279,6 +281,10 @@ def _alpaca(row: Row) -> list[dict[str, Any]]:
 def _alpaca_messages(row: Row) -> dict[str, Any]:
     reply = row.get("output")
     return {"messages": [*_alpaca(row), *([] if reply is None else [_message("assistant", reply)])]}
+
+
+def _dolly_messages(row: Row) -> dict[str, Any]:
+    return _alpaca_messages({**row, "input": row["context"], "output": row.get("response")})
 
 
 _ALPACA = ("input", "system", "history")
@@ -496,6 +502,13 @@ SHAPES: tuple[Shape, ...] = (
         ("messages",),
         _CHAT,
     ),
+    Shape(
+        "messages in conversations",
+        ("text-generation",),
+        ("conversations",),
+        Columns(messages="conversations"),
+        fits=lambda row: _is_messages(row["conversations"]),
+    ),
     _sharegpt_in("conversations", "messages"),
     Shape(
         "Alpaca",
@@ -506,6 +519,15 @@ SHAPES: tuple[Shape, ...] = (
         optional=_ALPACA,
         fits=lambda row: isinstance(row["instruction"], str),
         row=_alpaca_messages,
+    ),
+    Shape(
+        "Dolly",
+        ("text-generation",),
+        ("instruction", "context"),
+        _CHAT,
+        answers=("response",),
+        fits=lambda row: isinstance(row["instruction"], str),
+        row=_dolly_messages,
     ),
     Shape(
         "prompt and completion",

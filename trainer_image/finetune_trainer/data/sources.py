@@ -219,7 +219,11 @@ def check_columns(split: str, origin: str, has: Sequence[str], needs: Sequence[C
     for need in needs:
         if need.required and need.name not in has:
             near = _near(need.name, has)
-            named = f"Set {need.setting} to one of them." if "." in need.setting else "Write all splits in one shape."
+            named = (
+                f"Set {need.setting} to the column that holds it; docs/data-shapes.md has the rows that tasks read."
+                if "." in need.setting
+                else "Write all splits in one shape."
+            )
             raise StageError(
                 FailureClass.DATA,
                 "MissingColumn",
@@ -404,13 +408,16 @@ class FolderSource:
 
     path: str
     splits: Mapping[str, Loader]
+    form: str
+    """Description of its files."""
     only: bool = False
     """True if it is one split, without a name of its own."""
 
     def named(self, name: str) -> SplitSource | None:
         """Return the split."""
         load = self.splits.get(name)
-        return None if load is None else HubSplit(name, self.path if self.only else f"{self.path}/{name}", load())
+        path = self.path if self.only else f"{self.path}/{name}"
+        return None if load is None else HubSplit(name, path, load(), (f"{self.path}: read as {self.form}.",))
 
     def names(self) -> tuple[str, ...]:
         """Return the splits."""
@@ -425,9 +432,15 @@ def _folder_source(filesystem: Any, path: str) -> FolderSource | None:
     saved = saved_splits(filesystem, path)
     splits = saved or label_splits(filesystem, path, SPLIT_ROLES)
     if splits:
-        return FolderSource(path, splits, only=bool(saved) and filesystem.exists(f"{path}/state.json"))
+        form = "a data set that save_to_disk wrote" if saved else _LABEL_FOLDERS
+        return FolderSource(path, splits, form, only=bool(saved) and filesystem.exists(f"{path}/state.json"))
     labelled = label_folder(filesystem, path)
-    return None if labelled is None else FolderSource(path, {PurePosixPath(path).name: labelled}, only=True)
+    if labelled is None:
+        return None
+    return FolderSource(path, {PurePosixPath(path).name: labelled}, _LABEL_FOLDERS, only=True)
+
+
+_LABEL_FOLDERS = "texts in a folder for each label"
 
 
 def _file_source(uri: Uri, setting: str) -> Source:
@@ -455,9 +468,16 @@ def _file_source(uri: Uri, setting: str) -> Source:
             FailureClass.DATA,
             "DataNotFound",
             f"{setting}.uri is {uri.text!r}, and no file there ends in one of {ENDINGS}.",
-            "Give the files one of these endings.",
+            _folder_hint(filesystem, path, setting) if folder else "Give the files one of these endings.",
         )
     return FileSource(uri.text, files, folder, setting)
+
+
+def _folder_hint(filesystem: Any, path: str, setting: str) -> str:
+    """Return the hint to name a folder inside that holds data, as repositories of the Hub do; else to rename files."""
+    folders = sorted(entry["name"] for entry in filesystem.ls(path, detail=True) if entry["type"] == "directory")
+    inside = next((one for one in folders if any(map(format_of, filesystem.ls(one, detail=False)))), None)
+    return "Give the files one of these endings." if inside is None else f"Set {setting}.uri to its folder {inside}."
 
 
 def _filesystem(uri: Uri, setting: str) -> tuple[Any, str]:
@@ -571,6 +591,8 @@ class HubSplit:
     name: str
     repository: str
     rows: datasets.Dataset
+    notes: tuple[str, ...] = ()
+    """Sentences for people on how it is read."""
 
     def digest(self) -> str:
         """Return the fingerprint by which `datasets` identifies the content of a loaded split."""
@@ -595,7 +617,7 @@ class HubSplit:
             self.name,
             self.repository,
             _with_json(used, nested_columns(needs), scratch),
-            (),
+            self.notes,
             partial,
             tuple(has),
             self._unread([name for name in has if name not in wanted]),

@@ -202,7 +202,7 @@ def _made(order: _Order, paths: JobPaths, progress: ProgressSink, leader: Leader
             scratch.mkdir()
             rows, targets, notes, from_train = _checked_rows(order, scratch)
             columns = order.job.dataset.columns if order.job.dataset else Columns()
-            notes += [*targets.notes, *order.task.encoding.remarks(columns, order.coding)]
+            notes += order.task.encoding.remarks(columns, order.coding)
             facts = _write(temporary, order, rows, targets.labels, notes, from_train, progress, leader)
         discard(scratch, paths.root, _TEMPORARY)  # a pod that pod 0 has given up may still write into it
         _move(temporary, paths.prepared)
