@@ -399,6 +399,16 @@ def test_columns_of_zero_and_one_are_labels(ending: str, tmp_path: Path) -> None
     assert split.notes == ("Rows have the shape columns of 0 and 1: toxic, insult, threat are read as label.",)
 
 
+def test_a_test_split_may_lack_the_columns_of_labels(tiny_model: Path, tmp_path: Path) -> None:
+    write_lines(tmp_path / "data" / "test.jsonl", [{"text": "one"}, {"text": "two"}])
+    rows = [{"text": "one", "toxic": 1, "mild": 0}, {"text": "two", "toxic": 0, "mild": 1}]
+    facts = prepared("text-classification", tiny_model, rows, tmp_path, ["text", "label"])
+    assert (facts.labels, facts.splits["test"].rows) == (("mild", "toxic"), 2)
+    assert [note for note in facts.notes if "shape" in note] == [
+        "Rows have the shape columns of 0 and 1: toxic, mild are read as label."
+    ]
+
+
 def test_columns_of_zero_and_one_beside_another_label_are_none(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", [{"text": "a", "labels": "fine", "long": 0, "seen": 1}] * 2)
     with pytest.raises(StageError, match="has the columns text, labels, long, seen"):

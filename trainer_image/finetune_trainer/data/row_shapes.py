@@ -180,7 +180,8 @@ class ShapedSplit:
     def read(self, needs: Sequence[ColumnNeed], scratch: Path, most: int | None = None) -> RawSplit:
         """Read and convert the rows. StageErrors of the split and of `Shape.converted`."""
         raw = self.inner.read(self.shape.needs(needs), scratch, most)
-        raw = replace(raw, notes=(*raw.notes, self.shape.note(raw.has)))
+        if not {*raw.has}.isdisjoint(self.shape.reads):
+            raw = replace(raw, notes=(*raw.notes, self.shape.note(raw.has)))
         for key in self.shape.reads:
             raw.unread.filled.pop(key, None)
         if self.shape.row is None:
@@ -473,14 +474,16 @@ def _flags(rows: Sequence[Row], needs: Sequence[ColumnNeed]) -> Iterator[Shape]:
     names = tuple(key for key in columns if rows and all(_flag(row.get(key)) is not None for row in rows))
 
     def row(row: Row) -> dict[str, Any]:
-        flags = {name: _flag(row[name]) for name in names}
+        if not row.keys() & set(names):
+            return {}
+        flags = {name: _flag(row.get(name)) for name in names}
         wrong = next((name for name, flag in flags.items() if flag is None), None)
         if wrong is not None:
-            raise RowShapeError(f"its {wrong} is {row[wrong]!r}, not 0 or 1")
+            raise RowShapeError(f"its {wrong} is {row.get(wrong)!r}, not 0 or 1")
         return {"label": [name for name, flag in flags.items() if flag]}
 
     if len(names) > 1 and not any(_LABEL.fullmatch(key) for key in columns if key not in names):
-        yield Shape("columns of 0 and 1", ("text-classification",), names, Columns(label="label"), row=row)
+        yield Shape("columns of 0 and 1", ("text-classification",), (), Columns(label="label"), answers=names, row=row)
 
 
 # ---------------------------------------------------------------------------------------------------------------- table
