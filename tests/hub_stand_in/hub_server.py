@@ -1,8 +1,9 @@
-"""A stand-in for the Hugging Face Hub: just what the Hub's own client needs to fetch a model, public or private.
+"""A stand-in for the Hugging Face Hub: just what the Hub's own clients need to fetch a model or a data set, public or
+private.
 
 It needs nothing but the standard library, so that it runs in a pod of the trainer's image, from one file. What the
-client looks at is as the Hub has it: the status, `X-Error-Code`, `X-Error-Message`, `X-Repo-Commit` and `ETag`. Data
-sets, uploads and large-file storage are not here. A token is compared, never logged.
+client looks at is as the Hub has it: the status, `X-Error-Code`, `X-Error-Message`, `X-Repo-Commit` and `ETag`. Uploads
+and large-file storage are not here. A token is compared, never logged.
 
   python hub_server.py --port 8080 --public org/name=FOLDER --private org/name=FOLDER
 
@@ -16,22 +17,22 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 API = re.compile(
-    r"^/api/models/(?P<name>[^/]+/[^/]+)(?:/(?P<what>revision|tree)/(?P<revision>[^/]+)(?P<folder>/.*)?)?$"
+    r"^/api/(?:models|datasets)/(?P<name>[^/]+/[^/]+)(?:/(?P<what>revision|tree|paths-info)/(?P<revision>[^/]+)(?P<folder>/.*)?)?$"
 )
-FILE = re.compile(r"^/(?P<name>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)$")
+FILE = re.compile(r"^/(?:datasets/)?(?P<name>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)$")
 BRANCH = "main"
 
 
 @dataclass(frozen=True)
 class Repository:
-    """A model: a folder of files, at the one commit that there is."""
+    """A model or a data set: a folder of files, at the one commit that there is."""
 
     name: str
     folder: Path
@@ -80,6 +81,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(body=True)
 
+    def do_POST(self) -> None:
+        """Answer which of some paths are files."""
+        self._answer(body=True, asked=parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode()))
+
     def do_HEAD(self) -> None:
         self._answer(body=False)
 
@@ -87,9 +92,9 @@ class Handler(BaseHTTPRequestHandler):
         """Method, path and status. Headers, which hold the token, are never written."""
         print(format % arguments, flush=True)
 
-    def _answer(self, body: bool) -> None:
+    def _answer(self, body: bool, asked: Mapping[str, list[str]] | None = None) -> None:
         try:
-            headers, content = self._find(unquote(urlsplit(self.path).path))
+            headers, content = self._find(unquote(urlsplit(self.path).path), (asked or {}).get("paths", []))
             status = 200
         except Refusal as refusal:
             headers, content, status = {"X-Error-Message": refusal.message}, b"", refusal.status
@@ -102,11 +107,13 @@ class Handler(BaseHTTPRequestHandler):
         if body:
             self.wfile.write(content)
 
-    def _find(self, path: str) -> tuple[dict[str, str], bytes]:
+    def _find(self, path: str, asked: Sequence[str]) -> tuple[dict[str, str], bytes]:
         if found := FILE.match(path):
             return self._file(self._repository(found["name"], found["revision"]), found["path"])
         if found := API.match(path):
             repository = self._repository(found["name"], found["revision"] or BRANCH)
+            if found["what"] == "paths-info":
+                return _json([entry for entry in _tree(repository, "") if entry["path"] in asked])
             if found["what"] == "tree":
                 return _json(_tree(repository, (found["folder"] or "").strip("/")))
             siblings = [{"rfilename": file} for file in repository.files]

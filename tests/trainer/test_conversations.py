@@ -28,6 +28,7 @@ from trainer_support.tasks import (
     trained,
     training_of,
     word_tokenizer,
+    write_byte_decoder,
     write_decoder,
     write_lines,
 )
@@ -72,14 +73,6 @@ def chat_tokenizer(template: str = WRITES_BOTH, **settings: Any) -> Any:
     return byte_tokenizer(template, SPECIAL, end="<|endoftext|>", **settings)
 
 
-def decoder(folder: Path, tokenizer: Any) -> Path:
-    write_decoder(folder, words=[str(at) for at in range(len(tokenizer))], positions=1024)
-    for file in folder.glob("token*"):
-        file.unlink()
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 def prepared_texts(model: Path, data: Path, paths: Any, **settings: Any) -> tuple[list[str], list[str]]:
     """Return the text of each prepared train row, and the part of it that is learnt."""
     job = task_job(
@@ -114,7 +107,7 @@ ROWS = [talk("pay", {"amount": 0, "of": {"kind": None}}), talk("weather", {"city
 @pytest.mark.parametrize("template", [WRITES_OBJECTS, WRITES_BOTH])
 def test_calls_are_learnt_with_the_arguments_that_their_row_has(tmp_path, paths, template):
     tokenizer = chat_tokenizer(template)
-    model = decoder(tmp_path / "model", tokenizer)
+    model = write_byte_decoder(tmp_path / "model", tokenizer)
     learnt, replies = prepared_texts(model, written(tmp_path, ROWS), paths)
     # Plain transformers, from the rows as they are in the file.
     expected = [tokenizer.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False) for row in ROWS]
@@ -127,7 +120,9 @@ def test_calls_are_learnt_with_the_arguments_that_their_row_has(tmp_path, paths,
 def test_parquet_gives_the_same_text_where_nothing_is_null(tmp_path, paths):
     rows = [talk("pay", {"amount": 0}), talk("weather", {"city": "Köln", "days": [1, 2]})]
     tokenizer = chat_tokenizer()
-    learnt, _ = prepared_texts(decoder(tmp_path / "model", tokenizer), written(tmp_path, rows, "parquet"), paths)
+    learnt, _ = prepared_texts(
+        write_byte_decoder(tmp_path / "model", tokenizer), written(tmp_path, rows, "parquet"), paths
+    )
     assert learnt == [
         tokenizer.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False) for row in rows
     ]
@@ -151,7 +146,7 @@ def test_a_row_has_its_own_thoughts_tools_and_arguments_of_the_template(tmp_path
         },
     ]
     tokenizer = chat_tokenizer("{{ mood }}" + WRITES_BOTH)
-    learnt, _ = prepared_texts(decoder(tmp_path / "model", tokenizer), written(tmp_path, rows), paths)
+    learnt, _ = prepared_texts(write_byte_decoder(tmp_path / "model", tokenizer), written(tmp_path, rows), paths)
     assert learnt == [
         tokenizer.apply_chat_template(rows[0]["messages"], tools=TOOLS[:1], tokenize=False),
         tokenizer.apply_chat_template(rows[1]["messages"], mood="GLAD", tokenize=False),
@@ -167,7 +162,7 @@ def test_conversations_may_be_json_text_of_a_csv_file(tmp_path, paths):
     for split in ("train", "validation"):
         (tmp_path / "csv" / f"{split}.csv").write_text(f'messages\n"{quoted}"\n', encoding="utf-8")
     tokenizer = chat_tokenizer()
-    learnt, _ = prepared_texts(decoder(tmp_path / "model", tokenizer), tmp_path / "csv", paths)
+    learnt, _ = prepared_texts(write_byte_decoder(tmp_path / "model", tokenizer), tmp_path / "csv", paths)
     assert learnt == [tokenizer.apply_chat_template(messages, tokenize=False)]
 
 
@@ -198,7 +193,7 @@ def test_a_content_that_is_no_text_is_refused_with_its_row(tmp_path, paths, mess
     rows = [{"messages": good}, {"messages": [{"role": "user", **message}, good[1]]}]
     data = written(tmp_path, rows)
     job = task_job(
-        "text-generation", decoder(tmp_path / "m", chat_tokenizer()), data, ["messages"],
+        "text-generation", write_byte_decoder(tmp_path / "m", chat_tokenizer()), data, ["messages"],
         training=training_of(steps=1), predict=None,
     )  # fmt: skip
     with pytest.raises(StageError, match=r"train\.jsonl\), row 2") as caught:
@@ -212,7 +207,7 @@ def test_arguments_that_the_product_sets_are_refused(tmp_path, paths):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     data = written(tmp_path, [{"messages": messages, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}])
     with pytest.raises(StageError, match="chat_template_kwargs has chat_template"):
-        prepared_texts(decoder(tmp_path / "m", chat_tokenizer()), data, paths)
+        prepared_texts(write_byte_decoder(tmp_path / "m", chat_tokenizer()), data, paths)
 
 
 @pytest.mark.parametrize("unlearnt", [{"weight": 0}, {"train": False}])
@@ -279,7 +274,7 @@ def test_a_trained_model_stops_where_the_template_ends_a_reply(tmp_path, paths):
 def test_a_template_that_does_not_end_replies_is_noted(tmp_path, paths):
     tokenizer = chat_tokenizer("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}")
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    prepared_texts(decoder(tmp_path / "m", tokenizer), written(tmp_path, [{"messages": messages}]), paths)
+    prepared_texts(write_byte_decoder(tmp_path / "m", tokenizer), written(tmp_path, [{"messages": messages}]), paths)
     notes = PreparedData.open(paths).facts.notes
     assert any("puts no special token behind a reply" in note for note in notes)
 
@@ -288,7 +283,7 @@ def test_a_template_that_does_not_end_replies_is_noted(tmp_path, paths):
 
 
 def key_of(tokenizer: Any, folder: Path, data: Path, paths: Any) -> tuple[str, str]:
-    prepared_texts(decoder(folder, tokenizer), data, paths)
+    prepared_texts(write_byte_decoder(folder, tokenizer), data, paths)
     return json.loads((paths.prepared / "inputs.json").read_text())["key"], PreparedData.open(paths).facts.fingerprint
 
 
@@ -360,7 +355,7 @@ def test_a_default_system_message_stays() -> None:
 
 def test_a_prompt_keeps_its_begin_token_and_the_loss_is_reported(tmp_path, paths):
     tokenizer = chat_tokenizer(begin="<|begin|>")
-    model = decoder(tmp_path / "model", tokenizer)
+    model = write_byte_decoder(tmp_path / "model", tokenizer)
     write_lines(tmp_path / "d" / "train.jsonl", [{"source": "a" * 50 + "?", "target": "yes"}] * 3)
     write_lines(tmp_path / "d" / "validation.jsonl", [{"source": "a?", "target": "b" * 50}])
     job = task_job(

@@ -18,6 +18,7 @@ import pytest
 from finetune_contract.layout import FailureClass
 from hub_stand_in.hub_server import Hub, Repository
 from suite_plugins.patience import patient
+from trainer_support.tasks import byte_tokenizer, write_byte_decoder, write_lines
 
 TOKEN, WRONG = "hf_right", "hf_of_somebody_else"
 NAME = "acme/private"
@@ -272,3 +273,60 @@ def test_card_of_a_hub_model_is_fetched_once_for_later_stages(text: str | None, 
         hub.shutdown()
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == found
+
+
+SHAPES = """
+import json, sys
+from pathlib import Path
+from transformers import AutoTokenizer
+from finetune_contract.layout import JobPaths
+from finetune_trainer.core.progress import NoProgress
+from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.prepare.prepare import prepare
+from trainer_support.tasks import task_job, training_of
+
+for name in sys.argv[3:]:
+    uri, paths = f"hf://acme/{name}", JobPaths(Path(sys.argv[2]) / name)
+    job = task_job("text-generation", Path(sys.argv[1]), uri, ["text"], training=training_of(steps=1), predict=None)
+    facts, tokenizer = prepare(job, paths, NoProgress()), AutoTokenizer.from_pretrained(sys.argv[1])
+    rows = PreparedData.open(paths).features("train", range(2))
+    texts = [tokenizer.decode([token for token in row["labels"] if token >= 0]) for row in rows]
+    print(json.dumps([name, facts.shape, texts]))
+"""
+"""Program that prepares data sets of the Hub, and prints what is learnt of two rows of each."""
+
+
+def test_data_sets_of_the_hub_are_read_by_their_shape(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}{{ m.tool_calls | tojson if m.tool_calls }}"
+    template += "</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    model = write_byte_decoder(tmp_path / "model", byte_tokenizer(template, ("<pad>", "</s>"), end="</s>"))
+
+    def asked(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        return {"messages": [{"role": "user", "content": "do"}, {"role": "assistant", "tool_calls": [call]}]}
+
+    data = {
+        "alpaca": [
+            {"instruction": "2+2", "input": "", "output": "4"},
+            {"instruction": "a", "input": "b", "output": "ü"},
+        ],
+        "calls": [asked("pay", {"amount": 0}), asked("weather", {"city": "Oslo"})],
+    }
+    for name, rows in data.items():
+        for split in ("train", "validation"):
+            write_lines(tmp_path / name / f"{split}.jsonl", rows)
+    repositories = {f"acme/{name}": Repository(f"acme/{name}", tmp_path / name, private=False) for name in data}
+    with Hub(("127.0.0.1", 0), repositories, None) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path / "home")}
+        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+        run = [sys.executable, "-c", SHAPES, str(model), str(tmp_path / "jobs"), *data]
+        done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=patient(180))
+        hub.shutdown()
+    assert done.returncode == 0, done.stdout + done.stderr
+    calls = [json.dumps(row["messages"][1]["tool_calls"]) for row in data["calls"]]
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        ["alpaca", "Alpaca", ["4</s>", "ü</s>"]],
+        ["calls", "messages", [f"{call}</s>" for call in calls]],
+    ]

@@ -18,7 +18,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.prepare.prepare import prepare
-from trainer_support.tasks import byte_tokenizer, task_job, training_of, write_decoder, write_lines
+from trainer_support.tasks import byte_tokenizer, task_job, training_of, write_byte_decoder, write_lines
 
 _CONTENT = (
     "{%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{- m.content or '' }}"
@@ -211,11 +211,7 @@ PREFERENCE: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = byte_tokenizer(TEMPLATE, ("<|im_start|>", "<|im_end|>", "<|endoftext|>"), end="<|endoftext|>")
-    model = write_decoder(tmp_path_factory.mktemp("model"), words=[str(at) for at in range(len(made))], positions=1024)
-    for file in model.glob("token*"):
-        file.unlink()
-    made.save_pretrained(model)
-    return model
+    return write_byte_decoder(tmp_path_factory.mktemp("model"), made)
 
 
 def prepared(task: str, folder: Path, rows: list[dict[str, Any]], place: Path, paths: Any) -> list[Any]:

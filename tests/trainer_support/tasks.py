@@ -54,21 +54,21 @@ def training_of(
 def task_job(
     task: str,
     model: Path | str,
-    data: Path,
+    data: Path | str,
     columns: Iterable[str] | dict[str, str],
     *,
     training: dict[str, Any] | None = None,
     **changes: Any,
 ) -> TrainerJob:
-    """Return a job. `model`: a folder or a URI; `columns`: names by role, or roles that are also the names; `changes`:
-    further sections.
+    """Return a job. `model`, `data`: a path or a URI; `columns`: names by role, or roles that are also the names;
+    `changes`: further sections.
     """
     named = columns if isinstance(columns, dict) else {role: role for role in columns}
     body: dict[str, Any] = {
         "name": "job",
         "task": task,
         "model": {"uri": model if isinstance(model, str) else f"file://{model}"},
-        "dataset": {"uri": f"file://{data}", "columns": named},
+        "dataset": {"uri": data if isinstance(data, str) else f"file://{data}", "columns": named},
         "training": training,
         "evaluation": INFERENCE,
         "predict": INFERENCE,
@@ -323,3 +323,12 @@ def byte_tokenizer(template: str, special: Sequence[str], *, end: str, begin: st
     )
     fast.chat_template = template
     return fast
+
+
+def write_byte_decoder(folder: Path, tokenizer: Any) -> Path:
+    """Write a random Llama of 2 layers with a tokenizer of `byte_tokenizer`."""
+    write_decoder(folder, words=[str(at) for at in range(len(tokenizer))], positions=1024)
+    for file in folder.glob("token*"):
+        file.unlink()
+    tokenizer.save_pretrained(folder)
+    return folder

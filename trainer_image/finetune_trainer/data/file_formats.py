@@ -380,7 +380,26 @@ def json_column(values: Iterable[object]) -> pa.Array:
 def python_values(column: pa.ChunkedArray) -> list[Any]:
     """Return Python's values of a column, also of JSON."""
     values: list[Any] = column.to_pylist()
-    return [value and json.loads(value) for value in values] if isinstance(column.type, pa.JsonType) else values
+    return [_as_written(value, column.type) for value in values] if _has_json(column.type) else values
+
+
+def _has_json(kind: pa.DataType) -> bool:
+    return isinstance(kind, pa.JsonType) or any(_has_json(kind.field(at).type) for at in range(kind.num_fields))
+
+
+def _as_written(value: Any, kind: pa.DataType) -> Any:
+    """Return a value with its JSON parsed, and without the nulls of structs, which have the keys of all rows."""
+    if value is None:
+        return None
+    if isinstance(kind, pa.JsonType):
+        return json.loads(value)
+    if isinstance(value, list):
+        return [_as_written(item, kind.value_type) for item in value]
+    if pa.types.is_struct(kind):
+        return {
+            field.name: _as_written(value[field.name], field.type) for field in kind if value[field.name] is not None
+        }
+    return value
 
 
 def rows_of(table: pa.Table) -> list[dict[str, Any]]:
@@ -395,7 +414,7 @@ def with_json(table: pa.Table, nested: Collection[str]) -> pa.Table:
     """
     for name in nested:
         if name in table.column_names and pa.types.is_nested(table[name].type):
-            column = json_column(map(_without_nulls, table[name].to_pylist()))
+            column = json_column([_as_written(value, table[name].type) for value in table[name].to_pylist()])
             table = table.set_column(table.column_names.index(name), name, column)
             table = table.replace_schema_metadata(_with_json_feature(table.schema.metadata, name))
     return table
@@ -408,12 +427,6 @@ def _with_json_feature(metadata: Mapping[bytes, bytes] | None, name: str) -> Map
     described = json.loads(metadata[b"huggingface"])
     described["info"]["features"][name] = {"_type": "Json"}
     return {**metadata, b"huggingface": json.dumps(described).encode()}
-
-
-def _without_nulls(value: object) -> object:
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _refuse_mixed(file: RawFile, name: str, values: list[object], lines: Sequence[int]) -> NoReturn:
