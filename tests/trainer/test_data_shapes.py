@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from finetune_trainer.tasks.task_registry import task_of
 from trainer_support.tasks import (
     SPECIAL,
     WORDS,
+    losses,
     predictions,
     task_job,
     train_here,
@@ -595,6 +598,41 @@ def test_later_stages_follow_the_shape_of_the_rows(decoder: Path, tmp_path: Path
     assert evaluate(later, paths, NoProgress())["evaluate"]["accuracy"] == 1.0
     predict(later, paths, NoProgress())
     assert [(row["number"], row["generated_text"]) for row in predictions(paths)] == [(1, "hears"), (2, "sees")]
+
+
+SPANS = [{"text": "the cat sees", "entities": [{"start": 4, "end": 7, "label": "X"}]}]
+TRAINED: dict[str, tuple[str, list[dict[str, Any]], Sequence[str]]] = {
+    "ShareGPT": ("text-generation", GENERATION["ShareGPT"][0], ["text"]),
+    "prompt and completion": ("text-generation", GENERATION["prompt and completion"][0], ["text"]),
+    "two conversations with one beginning": (
+        "preference-tuning",
+        [{"chosen": MESSAGES[0], "rejected": [*MESSAGES[0][:-1], {"role": "assistant", "content": "then"}]}],
+        ["prompt", "chosen", "rejected"],
+    ),
+    "text with spans": ("token-classification", SPANS, ["tokens", "tags"]),
+    "columns of 0 and 1": (
+        "text-classification",
+        [{"text": "the cat", "x": 1, "y": 0}, {"text": "a dog", "x": 0, "y": 1}],
+        ["text", "label"],
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", TRAINED)
+def test_a_step_is_trained_on_rows_of_a_shape(shape: str, decoder: Path, tiny_model: Path, tmp_path: Path) -> None:
+    task, rows, columns = TRAINED[shape]
+    for split in ("train", "validation"):
+        write_lines(tmp_path / "data" / f"{split}.jsonl", rows * 16)
+    model = decoder if task in ("text-generation", "preference-tuning") else tiny_model
+    job = task_job(task, model, tmp_path / "data", columns, training=training_of(steps=1), predict=None)
+    paths = JobPaths.of(tmp_path, "job")
+    assert prepare(job, paths, NoProgress()).shape == shape
+    train_here(as_prepared(job, paths), paths)
+    (loss,) = losses(paths)
+    # A model that knows nothing gives each of its answers the same probability.
+    answers = {"text-generation": 22, "token-classification": 2}.get(task, 2)
+    assert loss == pytest.approx(math.log(answers), rel=0.1)
+    assert (paths.model / "config.json").is_file()
 
 
 def test_the_check_of_data_names_the_shape(tmp_path: Path) -> None:
