@@ -14,13 +14,15 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from finetune_contract.layout import EXIT_OK
-from finetune_contract.utf8_mode import require_utf8
+from finetune_contract.utf8_mode import utf8_command
 from finetune_trainer.core.orderly_exit import let_collectives_end, settle_exit
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the console script."""
-    require_utf8()
+    if (command := utf8_command()) is not None:
+        # Processes that this one starts inherit the mode.
+        os.execve(command[0], command, {**os.environ, "PYTHONUTF8": "1"})
     code = run(sys.argv[1:] if argv is None else argv)
     logging.shutdown()
     if code == EXIT_OK:

@@ -104,9 +104,11 @@ app = typer.Typer(
 def main() -> NoReturn:
     """Run the console script."""
     if sys.getfilesystemencoding() != "utf-8":
-        from finetune_contract.utf8_mode import require_utf8
+        from finetune_contract.utf8_mode import utf8_command
 
-        require_utf8()
+        if (command := utf8_command()) is not None:
+            # Processes that this one starts inherit the mode.
+            os.execve(command[0], command, {**os.environ, "PYTHONUTF8": "1"})
     gc.set_threshold(100_000)  # imports create objects, not garbage: with Python's 700, collections take 7 % of a start
     if COMPLETE_VARIABLE in os.environ:
         from typer.completion import completion_init  # type: ignore[attr-defined]  # the classes that answer a shell
