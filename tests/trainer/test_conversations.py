@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from finetune_contract.inference_settings import Generation
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.progress import NoProgress
 from finetune_trainer.data.prepared import PreparedData
@@ -20,7 +22,7 @@ from finetune_trainer.prepare.prepare import prepare
 from finetune_trainer.tasks.chat_template import reply_end
 from finetune_trainer.tasks.task_protocol import Coding
 from finetune_trainer.tasks.text_generation import text_generation
-from finetune_trainer.tasks.writing import ends
+from finetune_trainer.tasks.writing import DecoderWriter, ends
 from trainer_support.tasks import (
     byte_tokenizer,
     predictions,
@@ -367,3 +369,25 @@ def test_a_prompt_keeps_its_begin_token_and_the_loss_is_reported(tmp_path, paths
     assert tokenizer.decode(ids) == "<|begin|>" + "a" * 14 + "?yes<|endoftext|>"
     assert any("3 of 3 rows of train" in note and "3 lost the beginning of the prompt" in note for note in facts.notes)
     assert any("1 lost the end of the reply" in note for note in facts.notes)
+
+
+def test_a_prompt_that_leaves_no_room_for_the_answer_keeps_its_head() -> None:
+    """What a request asks for is known only then: its tokens are cut behind the system message."""
+    read: list[list[int]] = []
+
+    class Stub:
+        config = AutoConfig.for_model("llama", max_position_embeddings=16)
+        generation_config = None
+        device = "cpu"
+
+        def generate(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+            read.extend(input_ids.tolist())
+            return input_ids
+
+    feature = {"input_ids": list(range(100, 120)), "prompt": 20, "head": 3}
+    tokenizer = chat_tokenizer()
+    DecoderWriter().write(cast(Any, Stub()), tokenizer, [feature], Generation(max_new_tokens=6))
+    assert read == [[100, 101, 102, *range(113, 120)]]
+    begins = {"input_ids": [SPECIAL.index("<|begin|>"), *range(100, 119)], "prompt": 20}
+    DecoderWriter().write(cast(Any, Stub()), tokenizer, [begins], Generation(max_new_tokens=6))
+    assert read[1] == [SPECIAL.index("<|begin|>"), *range(110, 119)]
