@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from finetune_operator.spec.printable import printable
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -44,9 +46,9 @@ class UsageError(typer.BadParameter):
 
 
 def _console(stderr: bool) -> Console:
-    from rich.console import Console
+    from finetune_operator.cli.terminal.printable_console import PrintableConsole
 
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    console = PrintableConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         # Lines in a log or a pipe are not broken: a path cut in two cannot be searched for.
         console.width = 200
@@ -78,7 +80,7 @@ def print_line(text: str, *, style: str | None = None, stderr: bool = False) -> 
     if stream.isatty() or _COLOUR_VARIABLES & os.environ.keys():
         _console(stderr).print(text, style=style, soft_wrap=True)
     else:  # no import of rich, which takes longer than checking a file
-        print(text, file=stream, flush=True)
+        print(printable(text), file=stream, flush=True)
 
 
 _COLOUR_VARIABLES = frozenset({"FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"})

@@ -14,6 +14,7 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import TrainerReport, shortened
 from finetune_operator.jobs.state.decision_types import PodView
+from finetune_operator.spec.printable import printable
 from finetune_operator.spec.redaction import Redactor
 from finetune_operator.spec.types import MAX_INT, FailureStatus
 
@@ -167,8 +168,8 @@ class Cause:
             failure_class=self.cause.value,
             reason=self.reason,
             # A program's error may quote values that it was given.
-            message=shortened(Redactor().text(self.message), MESSAGE_LIMIT),
-            hint=self.hint or None,
+            message=shortened(printable(Redactor().text(self.message)), MESSAGE_LIMIT),
+            hint=printable(self.hint) or None,
             stage=stage,
             attempt=attempt,
             pod=None if pod is None else pod.name,
@@ -181,8 +182,9 @@ class Cause:
 
     def _tail(self, logs: Mapping[str, str]) -> str | None:
         """Return the tail of the pod's log, or those of the witnesses if there is no such pod, or its log is empty."""
-        tail = "" if self.pod is None else logs.get(self.pod.name, "").rstrip()
-        return tail[-LOG_LIMIT:] or _joined_tails(self.pods_to_read_logs_from, logs)
+        printed = {name: printable(text) for name, text in logs.items()}
+        tail = "" if self.pod is None else printed.get(self.pod.name, "").rstrip()
+        return tail[-LOG_LIMIT:] or _joined_tails(self.pods_to_read_logs_from, printed)
 
 
 def _joined_tails(pods: Sequence[PodView], logs: Mapping[str, str]) -> str | None:
