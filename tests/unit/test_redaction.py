@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from typing import Any
 
 import pytest
@@ -16,10 +17,24 @@ SECRET_NAMES = (
     "awsSecretAccessKey",
     "AWS_SECRET_ACCESS_KEY",
     "db-password",
+    "DB_PASS",
+    "passcode",
+    "private_key_id",
     "storageAccountKey",
     "GOOGLE_APPLICATION_CREDENTIALS",
 )
-OTHER_NAMES = ("secretName", "secretKeyRef", "key", "HF_TOKEN_PATH", "max_tokens", "tokenizer", "name", "")
+OTHER_NAMES = (
+    "secretName",
+    "secretKeyRef",
+    "key",
+    "HF_TOKEN_PATH",
+    "max_tokens",
+    "tokenizer",
+    "name",
+    "compass",
+    "pass",
+    "",
+)
 
 
 @pytest.mark.parametrize("name", SECRET_NAMES)
@@ -39,6 +54,24 @@ TEXTS: dict[str, tuple[str, str]] = {
         "cloning https://reader:pa55@git.example.com/a",
         f"cloning https://{HIDDEN}@git.example.com/a",
     ),
+    "a short name of a password": ("DB_PASS=hunter2 n=3", f"DB_PASS={HIDDEN} n=3"),
+    "a password of several words": (
+        "password: correct horse battery staple\nnext",
+        f"password: {HIDDEN}\nnext",
+    ),
+    "a token of Databricks": (f"with dapi{'0123456789abcdef' * 2}.", f"with {HIDDEN}."),
+    "a token of npm": (f"npm_{'aB3' * 12} is set", f"{HIDDEN} is set"),
+    "a key of Stripe": (f"sk_live_{'aB3' * 8}, ok", f"{HIDDEN}, ok"),
+    "a key as a program says it": (f"wandb: api key {'0a' * 20} found", f"wandb: api key {HIDDEN} found"),
+    "a private key in base64": (
+        f"key {b64encode(b'-----BEGIN RSA PRIVATE KEY-----' + bytes(30)).decode()} end",
+        f"key {HIDDEN} end",
+    ),
+    "a certificate in base64 stays": (
+        f"ca {b64encode(b'-----BEGIN CERTIFICATE-----' + bytes(30)).decode()} end",
+        f"ca {b64encode(b'-----BEGIN CERTIFICATE-----' + bytes(30)).decode()} end",
+    ),
+    "a pass of a model stays": ("backward pass: 12 ms", "backward pass: 12 ms"),
     "a header": ("Authorization: Bearer abcdef123456", f"Authorization: Bearer {HIDDEN}"),
     "a setting in a line of a log": ("login user=me password=hunter22, ok", f"login user=me password={HIDDEN}, ok"),
     "a setting in JSON": ('{"api_key": "s3cr3t", "n": 1}', f'{{"api_key": {HIDDEN}, "n": 1}}'),

@@ -43,17 +43,21 @@ MOST_PROBLEMS = 100
 
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 # Names whose text is a credential. Plurals stay visible: `columns.tokens` and `maxTokens` are ordinary settings.
-SECRET_NAME_END = r"(?:password|passwd|passphrase|pwd|secret|token|(?:api|access|account|private|secret)[_-]?key)"
+SECRET_NAME_END = (
+    r"(?:password|passwd|passphrase|passcode|(?<=[a-z0-9][_-])pass|pwd|secret|token|private[_-]?key[_-]?id"
+    r"|(?:api|access|account|private|secret)[_-]?key)"
+)
 """End of a name whose text is a credential, for a pattern that ignores case."""
 _SECRET_NAME = re.compile(rf"(?:{SECRET_NAME_END}|credentials?)$", re.IGNORECASE)
-# Credentials of JWT, Hugging Face, git hosts, AWS, Slack, Google and OpenAI-style are recognisable anywhere. A search
-# for the first begins where a word begins, and looks first for the dot behind it: each letter is read a few times, not
-# once for each `eyJ` before it.
+# Credentials of JWT, Hugging Face, git hosts, AWS, Slack, Google, OpenAI-style, Stripe, Databricks and npm, and keys in
+# base64 (PEM that is no certificate) are recognisable anywhere. A search for the first begins where a word begins, and
+# looks first for the dot behind it: each letter is read a few times, not once for each `eyJ` before it.
 SECRET_TEXT = re.compile(
     r"(?<![\w-])(?=[\w-]++\.[\w.-])[\w-]*?\beyJ[\w-]{8,}+\.[\w.-]+"
     r"|\b(?:hf|api_org)_[A-Za-z0-9]{8,}|\bgh[pousr]_[A-Za-z0-9]{8,}|\bgithub_pat_\w{8,}|\bglpat-[\w-]{8,}"
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bxox[abeprs]-[\w-]{10,}|\bAIza[\w-]{30,}|\bya29\.[\w-]{20,}"
-    r"|\bsk-[\w-]{16,}"
+    r"|\bsk-[\w-]{16,}|\b[rs]k_(?:live|test)_\w{16,}|\bdapi[0-9a-f]{32}|\bnpm_[A-Za-z0-9]{30,}"
+    r"|\bLS0tLS1CRUdJTiB(?!DRVJU)[A-Za-z0-9+/=]{20,}"
 )
 HUB_TOKEN_PATTERN = "hf_[A-Za-z0-9]{16,}"
 """User access token of the Hub: 34 letters after hf_ today; half of that is still no word."""

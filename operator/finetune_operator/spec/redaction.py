@@ -30,6 +30,12 @@ starts only where a name starts: started at each `-` of a name, it takes time qu
 """
 _OPTION = re.compile(rf"(?i)(?<![a-z0-9_\-])(--[a-z0-9_\-]*?{SECRET_NAME_END}[ \t]+)(?!-)({_QUOTED}|\S+)")
 """`--api-key ...` in a command line."""
+_SPOKEN = re.compile(r"(?i)(\b(?:api|access|secret)[ _-]?key\s+(?:is\s+)?)[A-Za-z0-9_\-]{20,}")
+"""`api key 0123...` as programs say it."""
+_PHRASE = re.compile(
+    r"(?i)(?<![a-z0-9_\-])([a-z0-9_\-]*?(?:password|passphrase|passcode)[ \t]*:[ \t]+)(?![\s\"'{\[])[^\r\n]+"
+)
+"""`password: several words`, up to the end of the line."""
 _SIGNATURE = re.compile(r"(?i)([?&;](?:amp;)?(?:sig|[a-z0-9\-]{0,20}signature)=)[^\s&;\"']+")
 """Query parameters of presigned object store URLs, which are credentials."""
 _COOKIE = re.compile(r"(?i)(\bcookie[\"']?\s*:\s*[\"']?)[^\s\"'][^\r\n\"']*")
@@ -55,7 +61,7 @@ class Redactor:
             text = text.replace(secret, HIDDEN)
         text = _END_OF_KEY.sub(HIDDEN, _PRIVATE_KEY.sub(HIDDEN, SECRET_TEXT.sub(HIDDEN, text)))
         text = _USER_INFO.sub(f"{HIDDEN}@", text)
-        for pattern in (_BEARER, _OPTION, _SIGNATURE, _COOKIE):
+        for pattern in (_BEARER, _OPTION, _SPOKEN, _PHRASE, _SIGNATURE, _COOKIE):
             text = pattern.sub(rf"\1{HIDDEN}", text)
         return _ASSIGNED.sub(rf"\1\2{HIDDEN}", text)
 
