@@ -372,7 +372,7 @@ def test_a_prompt_keeps_its_begin_token_and_the_loss_is_reported(tmp_path, paths
 
 
 def test_a_prompt_that_leaves_no_room_for_the_answer_keeps_its_head() -> None:
-    """What a request asks for is known only then: its tokens are cut behind the system message."""
+    """A request may ask for more tokens than the job does: its prompt is cut then, behind the system message."""
     read: list[list[int]] = []
 
     class Stub:
