@@ -342,6 +342,18 @@ def test_a_long_message_loses_its_beginning_but_not_its_role() -> None:
     assert lost == {"the beginning of the last message": 1}
 
 
+def test_the_role_of_a_cut_message_ends_before_its_first_letter() -> None:
+    """A letter of three bytes is three tokens here, which have one place in the text."""
+    asked = [LONG[0], {"role": "user", "content": "".join(chr(0x4E00 + at) for at in range(60))}]
+    _, lost, found = cut_to(60, asked, learnt=False)
+    head = chat_tokenizer()(SYSTEM + "<|im_start|>user\n", add_special_tokens=False)["input_ids"]
+    every = chat_tokenizer().apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    kept = found.features["input_ids"][0]
+    assert kept[: len(head)] == head
+    assert kept[len(head) :] == every[-(60 - len(head)) :]
+    assert (len(kept), lost) == (60, {"the beginning of the last message": 1})
+
+
 def test_a_system_message_that_is_too_long_is_cut_last() -> None:
     whole, lost, _ = cut_to(40, [{"role": "system", "content": "s" * 300}, *LONG[1:2]], learnt=False)
     assert whole.endswith("first question<|im_end|>\n<|im_start|>assistant\n")

@@ -51,6 +51,11 @@ class Conversation:
         """True if it ends with a reply."""
         return bool(self.messages[-1]["role"] == ASSISTANT)
 
+    @property
+    def opening(self) -> int:
+        """Return the number of messages before the first that is not the system's; 0 if there is no other."""
+        return next((at for at, message in enumerate(self.messages) if message["role"] not in SYSTEM_ROLES), 0)
+
     def followed_by(self, messages: Sequence[Message]) -> Conversation:
         """Return it with further messages."""
         return replace(self, messages=(*self.messages, *messages))

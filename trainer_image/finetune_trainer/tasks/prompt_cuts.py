@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from finetune_trainer.tasks.chat_template import MARK, TalkTokens, rendered_prefix
-from finetune_trainer.tasks.conversations import ASSISTANT, SYSTEM_ROLES, Conversation
+from finetune_trainer.tasks.conversations import ASSISTANT, Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,11 +45,10 @@ def head_of(tokenizer: PreTrainedTokenizerBase, tokens: TalkTokens, special: Col
     """Return the number of tokens that a prompt keeps wherever it is cut: the begin token and the system message.
     `special`: the ids of special tokens.
     """
-    messages = tokens.talk.messages
-    system = next((at for at, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), 0)
+    system = tokens.talk.opening
     if not system:
         return leading_special(special, tokens.ids)
-    given = json.dumps([messages[:system], tokens.talk.tools, tokens.talk.arguments])
+    given = json.dumps([tokens.talk.messages[:system], tokens.talk.tools, tokens.talk.arguments])
     key = (str(tokenizer.chat_template), given)
     if key not in _SYSTEM_TEXTS:
         if len(_SYSTEM_TEXTS) >= _MOST_SYSTEM_TEXTS:
@@ -82,10 +81,9 @@ def talk_cut(tokenizer: PreTrainedTokenizerBase, tokens: TalkTokens, drop: int) 
     message, from the oldest; of the last one its beginning, but not its role.
     """
     keep = tokens.prompt - drop
-    messages, starts = tokens.talk.messages, _message_starts(tokenizer, tokens)
-    system = next((at for at, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), 0)
+    system, starts = tokens.talk.opening, _message_starts(tokenizer, tokens)
     if starts is not None:
-        asked = [at for at in range(system, len(starts)) if messages[at]["role"] == "user"]
+        asked = [at for at in range(system, len(starts)) if tokens.talk.messages[at]["role"] == "user"]
         head = starts[system] if system < len(starts) else 0
         for at in asked:
             if at > system and head + tokens.prompt - starts[at] <= keep:
@@ -137,4 +135,6 @@ def _content_start(tokens: TalkTokens, starts: Sequence[int], at: int) -> int | 
     found = tokens.text.find(content, tokens.starts[starts[at]]) if content else -1
     if found < 0:
         return None
-    return bisect_right(tokens.starts, found) - 1
+    first = bisect_left(tokens.starts, found)
+    # Bytes of one letter may be tokens of one place; or a token begins before the content.
+    return first if first < len(tokens.starts) and tokens.starts[first] == found else first - 1
