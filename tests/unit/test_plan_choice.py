@@ -271,7 +271,7 @@ def test_a_simpler_form_is_kept_unless_another_is_quicker_by_the_margin():
             replace(small["deepspeed-zero2"], seconds=1.0),
             replace(small["deepspeed-zero3"], seconds=1 / gain),
         )
-        found = choice.quickest(pair, 0.0)
+        found = choice.quickest(pair, (0.0,))
         assert found is not None
         return found[1].strategy.label
 
@@ -298,6 +298,24 @@ def test_form_that_saves_beside_the_training_is_taken_where_it_ends_sooner(steps
     rows = other_forms(job(spec), facts, settings)
     fit = [row for row in rows if row.memory_bytes <= 0.94 * row.capacity_bytes]
     assert decided(rows[0].seconds) <= min(decided(row.seconds) for row in fit) * (1 + SIMPLER_MARGIN)
+
+
+def test_form_that_fits_in_no_way_is_estimated_once(monkeypatch: pytest.MonkeyPatch):
+    """Of 8 micro-batches and 2 margins, only the fewest rows of a form count where even those do not fit."""
+    spec = {"model": {"uri": "hf://meta-llama/Llama-2-70b-hf"}, "training": {"globalBatchSize": 128}}
+    small = CLUSTER_SETTINGS.model_copy(update={"planning": Planning(memoryMargin=0.06)})
+    draft = drafted({**spec, "resources": {"gpusPerNode": 1}}, small, node=NODES[0])
+    asked: list[tuple[int, int]] = []
+
+    def counted(draft: Draft, strategy: Strategy, micro: int) -> Any:
+        asked.append((id(strategy), micro))
+        return estimate(draft, strategy, micro)
+
+    monkeypatch.setattr(choice, "estimate", counted)
+    forms = tuple(choice.all_forms(draft))
+    assert choice.quickest(forms, (0.06, 0.0)) is None
+    assert len(forms) > 3 * len({id(form.rung) for form in forms})
+    assert len(asked) == len({id(form.rung) for form in forms})
 
 
 def test_form_that_is_quicker_only_when_compiled_is_named():

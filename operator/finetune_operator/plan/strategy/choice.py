@@ -21,6 +21,7 @@ from finetune_operator.plan.time.cost import machine_of, step_work
 from finetune_operator.plan.time.pauses import Saving
 from finetune_operator.plan.time.step_time import time_of_step
 from finetune_operator.plan.types.draft import Draft, decided
+from finetune_operator.plan.types.plan_types import MemoryEstimate
 from finetune_operator.spec.rules.process_counts import requested_strategy
 from finetune_operator.spec.types import ParallelismSpec
 
@@ -92,35 +93,49 @@ def _seconds(draft: Draft, strategy: Strategy, micro: int) -> float | None:
 
 
 class _Memory:
-    """Fits of candidates, estimated once each. A form that does not fit with n rows at once does not with more."""
+    """Memory of the forms of one choice, estimated once each. A form that does not fit with n rows at once does not with
+    more: so each form is tried with the fewest first, which discards most of those that do not fit by one estimate.
+    """
 
-    def __init__(self, margin: float) -> None:
-        self._margin = margin
-        self._too_large: dict[int, int] = {}
-        self._known: dict[tuple[int, int], Fit] = {}
+    def __init__(self, forms: Iterable[Candidate]) -> None:
+        self._fewest: dict[int, Candidate] = {}
+        for form in forms:
+            fewest = self._fewest.setdefault(id(form.rung), form)
+            if form.micro_batch < fewest.micro_batch:
+                self._fewest[id(form.rung)] = form
+        self._known: dict[tuple[int, int], MemoryEstimate] = {}
 
-    def fit(self, candidate: Candidate) -> Fit | None:
+    def _estimate(self, candidate: Candidate) -> MemoryEstimate:
+        key = id(candidate.rung), candidate.micro_batch
+        if key not in self._known:
+            self._known[key] = estimate(candidate.draft, candidate.strategy, candidate.micro_batch)
+        return self._known[key]
+
+    def fit(self, candidate: Candidate, margin: float) -> Fit | None:
         """Return the candidate's fit; None if it does not fit."""
-        rung, micro = id(candidate.rung), candidate.micro_batch
-        if micro >= self._too_large.get(rung, micro + 1):
-            return None
-        if (rung, micro) not in self._known:
-            estimated = estimate(candidate.draft, candidate.strategy, micro)
-            if not fits(candidate.draft, estimated, self._margin):
-                self._too_large[rung] = micro
+        for form in (self._fewest[id(candidate.rung)], candidate):
+            if not fits(form.draft, self._estimate(form), margin):
                 return None
-            self._known[rung, micro] = Fit(candidate.strategy, micro, estimated)
-        return self._known[rung, micro]
+        return Fit(candidate.strategy, candidate.micro_batch, self._estimate(candidate))
 
 
-def quickest(forms: Iterable[Candidate], margin: float) -> tuple[Draft, Fit] | None:
-    """Return the simplest candidate that fits and takes at most `SIMPLER_MARGIN` longer than the quickest that fits."""
-    memory, least = _Memory(margin), math.inf
+def quickest(forms: Iterable[Candidate], margins: Iterable[float]) -> tuple[Draft, Fit] | None:
+    """Return the simplest candidate that fits and takes at most `SIMPLER_MARGIN` longer than the quickest that fits.
+
+    `margins`: shares of the GPU's memory that stay free; each one counts only if nothing fits with those before it.
+    """
+    ordered = sorted(forms, key=lambda candidate: (candidate.seconds, candidate.effort))
+    memory = _Memory(ordered)
+    return next((best for margin in margins if (best := _quickest(ordered, memory, margin)) is not None), None)
+
+
+def _quickest(ordered: Iterable[Candidate], memory: _Memory, margin: float) -> tuple[Draft, Fit] | None:
+    least = math.inf
     near: list[tuple[float, Candidate, Fit]] = []
-    for candidate in sorted(forms, key=lambda candidate: (candidate.seconds, candidate.effort)):
+    for candidate in ordered:
         if candidate.seconds > least * (1 + SIMPLER_MARGIN):
             break
-        if (fit := memory.fit(candidate)) is None:
+        if (fit := memory.fit(candidate, margin)) is None:
             continue
         # A node without room for a copy waits for each checkpoint.
         waits = candidate.beside and not saves_beside(candidate.draft, fit.strategy, fit.memory.host_bytes)
@@ -140,8 +155,7 @@ def choose_fit(draft: Draft, asked: ParallelismSpec, micros: tuple[int, ...]) ->
     """
     if machine_of(draft) is None:
         return _first_fit(draft, asked, micros)
-    forms = tuple(candidates(draft, asked, micros))
-    best = quickest(forms, draft.settings.planning.memory_margin) or quickest(forms, 0.0)
+    best = quickest(candidates(draft, asked, micros), (draft.settings.planning.memory_margin, 0.0))
     return None if best is None else best[1]
 
 
@@ -157,7 +171,7 @@ def best_fit(draft: Draft) -> tuple[Draft, Fit] | None:
         free = best_fit(draft.with_inputs(adaptation=replace(draft.adaptation, micro_batch_limit=None)))
         label = None if free is None else free[1].strategy.label
         forms = tuple(form for form in forms if form.strategy.label == label) or forms
-    return quickest(forms, draft.settings.planning.memory_margin) or quickest(forms, 0.0)
+    return quickest(forms, (draft.settings.planning.memory_margin, 0.0))
 
 
 def is_quicker(draft: Draft, other: Draft) -> bool:
