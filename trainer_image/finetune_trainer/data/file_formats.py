@@ -19,14 +19,18 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from operator import eq
 from typing import IO, Any, Literal, NoReturn, Protocol, TypeAlias, cast
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from finetune_contract.layout import FailureClass
 from finetune_trainer.core.failures import StageError
@@ -97,6 +101,25 @@ def unreadable(file: RawFile, why: object) -> StageError:
     return StageError(FailureClass.DATA, "CorruptFile", f"{file.name} cannot be read: {why}", "Write the file again.")
 
 
+def rows_too_large(file: RawFile, why: str) -> StageError:
+    """Return the error for rows that do not fit the memory, however small their file is."""
+    return StageError(
+        FailureClass.DATA,
+        "RowsTooLarge",
+        f"{file.name} cannot be read: {why}",
+        "Divide its longest rows and write several smaller files; of Parquet and Arrow, smaller row groups or batches.",
+    )
+
+
+@contextmanager
+def fits_memory(file: RawFile) -> Iterator[None]:
+    """Raise StageError DATA `RowsTooLarge` where reading the file, but not the caller, runs out of memory."""
+    try:
+        yield
+    except MemoryError as error:  # Arrow's is one, too
+        raise rows_too_large(file, f"its rows exceed the memory. {error}".strip()) from error
+
+
 @dataclass(frozen=True)
 class Rejected:
     """A row of text that cannot be read."""
@@ -165,15 +188,16 @@ def read(
     `nested`: columns whose lists and objects are kept as JSON.
 
     A wanted column that the file lacks may be present, with nulls only. The types of a column may differ from chunk to
-    chunk where the format has none. Raise StageError DATA: `CorruptLine`, `CorruptFile`, `MixedTypes`.
+    chunk where the format has none. Raise StageError DATA: `CorruptLine`, `CorruptFile`, `MixedTypes`, `RowsTooLarge`.
     """
     kind = format_of(file.name)
-    if kind in ("parquet", "arrow"):
-        tables = (_read_parquet if kind == "parquet" else _read_arrow)(file, wanted, seen, unread)
-        yield from (with_json(table, nested) for table in tables)
-    else:
-        rows = text_rows(file, wanted, [] if notes is None else notes)
-        yield from _as_tables(file, _strict(file, rows), wanted, seen, nested, unread)
+    with fits_memory(file):
+        if kind in ("parquet", "arrow"):
+            batches = (_read_parquet if kind == "parquet" else _read_arrow)(file, wanted, seen, unread)
+            yield from (with_json(table, nested) for batch in batches for table in _pieces(batch))
+        else:
+            rows = text_rows(file, wanted, [] if notes is None else notes)
+            yield from _as_tables(file, _strict(file, rows), wanted, seen, nested, unread)
 
 
 def text_rows(file: RawFile, wanted: Sequence[str], notes: list[str]) -> Iterator[ReadRow | Rejected]:
@@ -181,7 +205,7 @@ def text_rows(file: RawFile, wanted: Sequence[str], notes: list[str]) -> Iterato
     be read any further.
     """
     kind = format_of(file.name)
-    with open_decompressed(file) as stream:
+    with fits_memory(file), open_decompressed(file) as stream:
         try:
             refuse_other_content(file)
             yield from _rows(file, stream, kind, wanted, notes)
@@ -917,19 +941,88 @@ def _excerpt(line: bytes) -> str:
 
 def _read_parquet(
     file: RawFile, wanted: Sequence[str], seen: dict[str, None], unread: Unread | None
-) -> Iterator[pa.Table]:
+) -> Iterator[pa.RecordBatch]:
     try:
         with file.open() as stream:
-            parquet = pq.ParquetFile(stream)
+            parquet = open_parquet(stream)
             names = _column_names(file, parquet.schema_arrow)
             seen.update(dict.fromkeys(names))
             columns = [name for name in wanted if name in names]
             if unread is not None:
                 _count_by_statistics(parquet.metadata, [name for name in names if name not in wanted], unread)
-            for batch in parquet.iter_batches(_batch_rows(parquet.metadata), columns=columns):
-                yield pa.Table.from_batches([batch])
+            yield from parquet.iter_batches(_batch_rows(parquet.metadata), columns=columns)
     except (pa.ArrowInvalid, pa.ArrowIOError, OSError) as error:
         raise not_binary(file, "Parquet", error) from error
+
+
+def open_parquet(stream: IO[bytes]) -> pq.ParquetFile:
+    """Open a file whose repeated texts stay references to its dictionary: decoded, 1 MB can be any number of GB."""
+    metadata = pq.read_metadata(stream)
+    stream.seek(0)
+    columns = (metadata.schema.column(at) for at in range(metadata.num_columns))
+    texts = [c.path for c in columns if c.physical_type == "BYTE_ARRAY" and "." not in c.path]
+    return pq.ParquetFile(stream, metadata=metadata, read_dictionary=texts)
+
+
+def _pieces(batch: pa.RecordBatch) -> Iterator[pa.Table]:
+    """Yield the rows in tables of at most `_CHUNK_BYTES` once they are decoded, or of one row."""
+    if not any(_is_reference(kind) for kind in batch.schema.types):
+        yield pa.Table.from_batches([batch])
+        return
+    start = size = 0
+    for at, more in enumerate(decoded_bytes(pa.Table.from_batches([batch])).tolist()):
+        if size and size + more > _CHUNK_BYTES:
+            yield _cut(batch, start, at)
+            start, size = at, 0
+        size += more
+    yield _cut(batch, start, len(batch))
+
+
+def _cut(batch: pa.RecordBatch, start: int, stop: int) -> pa.Table:
+    """Return rows without the items of other rows' lists, which Arrow would decode with them."""
+    columns = [_own_items(column.slice(start, stop - start)) for column in batch.columns]
+    return pa.Table.from_arrays(columns, schema=batch.schema)
+
+
+def _own_items(column: pa.Array) -> pa.Array:
+    if not (pa.types.is_list(column.type) and _is_reference(column.type)):
+        return column
+    lengths = np.asarray(column.value_lengths().fill_null(0))
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+    return pa.ListArray.from_arrays(offsets, column.flatten(), type=column.type, mask=column.is_null())
+
+
+def _is_reference(kind: pa.DataType) -> bool:
+    if pa.types.is_list(kind):
+        return _is_reference(kind.value_type)
+    return bool(pa.types.is_dictionary(kind) or pa.types.is_string_view(kind) or pa.types.is_binary_view(kind))
+
+
+def decoded_bytes(table: pa.Table) -> NDArray[np.int64]:
+    """Return the bytes of each row's texts, with dictionaries and views replaced by their values."""
+    sizes = np.zeros(len(table), np.int64)
+    for column in table.columns:
+        if column.num_chunks:
+            sizes += np.concatenate([_decoded_bytes(chunk) for chunk in column.chunks])
+    return sizes
+
+
+def _decoded_bytes(values: pa.Array) -> NDArray[np.int64]:
+    kind = values.type
+    if pa.types.is_dictionary(kind):
+        sizes = pa.array(_decoded_bytes(values.dictionary)).take(values.indices)
+    elif pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        # The length is the first of the four numbers of a view.
+        lengths = np.frombuffer(values.buffers()[1], np.int32)[::4]
+        sizes = pa.array(lengths[values.offset : values.offset + len(values)], mask=np.asarray(values.is_null()))
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        parents = np.asarray(pc.list_parent_indices(values))
+        sizes = pa.array(np.bincount(parents, _decoded_bytes(values.flatten()), minlength=len(values)))
+    elif pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind):
+        sizes = pc.binary_length(values)
+    else:
+        return np.zeros(len(values), np.int64)
+    return np.asarray(sizes.fill_null(0)).astype(np.int64)
 
 
 def _count_by_statistics(metadata: pq.FileMetaData, names: Sequence[str], unread: Unread) -> None:
@@ -961,7 +1054,7 @@ def _batch_rows(metadata: pq.FileMetaData) -> int:
 
 def _read_arrow(
     file: RawFile, wanted: Sequence[str], seen: dict[str, None], unread: Unread | None
-) -> Iterator[pa.Table]:
+) -> Iterator[pa.RecordBatch]:
     """Read an IPC file, or an IPC stream, the format that `datasets` writes."""
     try:
         with file.open() as stream:
@@ -979,8 +1072,7 @@ def _read_arrow(
                 batches = (reader.get_batch(at) for at in range(reader.num_record_batches))
             else:
                 batches = iter(pa.ipc.open_stream(stream, options=options))
-            for batch in batches:
-                yield pa.Table.from_batches([batch])
+            yield from batches
     except (pa.ArrowInvalid, pa.ArrowIOError, OSError) as error:
         raise not_binary(file, "Arrow IPC", error) from error
 

@@ -26,14 +26,19 @@ from numpy.typing import NDArray
 from finetune_contract.layout import FailureClass
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.file_formats import (
+    ARRAY_BYTES,
     ReadRow,
     Rejected,
     as_column,
+    decoded_bytes,
+    fits_memory,
     format_of,
     has_lines,
     is_compressed,
+    open_parquet,
     read,
     rows_between,
+    rows_too_large,
     text_rows,
     unreadable,
     with_json,
@@ -49,6 +54,7 @@ from finetune_trainer.data.sources import (
     SplitSource,
     check_columns,
     nested_columns,
+    plain_table,
 )
 
 T = TypeVar("T")
@@ -331,10 +337,6 @@ def rows_of_table(table: pa.Table) -> ShardRows:
     return ShardRows(len(table), np.arange(len(table)), partial(_taken, table))
 
 
-def _slice(table: Callable[[], pa.Table], start: int, count: int) -> ShardRows:
-    return rows_of_table(table().slice(start, count))
-
-
 def _taken(table: pa.Table, rows: Sequence[int]) -> pa.Table:
     return table if len(rows) == len(table) else table.take(pa.array(rows, pa.int64()))
 
@@ -471,12 +473,21 @@ class _FileShards:
             table = cache(partial(self._group, group))
             for start in range(0, rows, step):
                 count = min(step, rows - start)
-                taken = partial(_slice, table, start, count)
+                taken = partial(self._decoded, table, start, count)
                 yield self._shard(first + start, max(1, size * count // rows), taken)
             first += rows
 
+    def _decoded(self, table: Callable[[], pa.Table], start: int, count: int) -> ShardRows:
+        rows = table().slice(start, count)
+        size = int(decoded_bytes(rows).sum())
+        if size > ARRAY_BYTES:
+            raise rows_too_large(
+                self.file, f"{count:,} rows from row {start + 1:,} of a row group have {size:,} bytes."
+            )
+        return rows_of_table(plain_table(rows))
+
     def _group(self, group: int) -> pa.Table:
-        with self._parquet() as parquet:
+        with fits_memory(self.file), self._parquet() as parquet:
             names = [name for name in _names(self.needs) if name in parquet.schema_arrow.names]
             return with_json(parquet.read_row_group(group, columns=names), nested_columns(self.needs))
 
@@ -484,7 +495,7 @@ class _FileShards:
     def _parquet(self) -> Iterator[pq.ParquetFile]:
         try:
             with self.file.open() as stream:
-                yield pq.ParquetFile(stream)
+                yield open_parquet(stream)
         except (pa.ArrowInvalid, pa.ArrowIOError) as error:
             raise unreadable(self.file, error) from error
 

@@ -531,7 +531,7 @@ class Spool:
         """Append the rows and return the schema they are kept with: categories (dictionaries) become their values,
         views plain text.
         """
-        table = _plain(table)
+        table = plain_table(table)
         if table.num_rows:
             if self._writer is None or not self._schemas[-1].equals(table.schema):
                 self._finish()
@@ -556,7 +556,8 @@ class Spool:
         return datasets.Dataset.from_file(str(self._parts[0]))
 
 
-def _plain(table: pa.Table) -> pa.Table:
+def plain_table(table: pa.Table) -> pa.Table:
+    """Return the table without dictionaries and views, which not every function supports."""
     fields = [f.with_type(_plain_type(f.type)) for f in table.schema]
     huggingface = {k: v for k, v in (table.schema.metadata or {}).items() if k == b"huggingface"}
     columns = [c.cast(f.type) if c.type != f.type else c for c, f in zip(table.columns, fields, strict=True)]
