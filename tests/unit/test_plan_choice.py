@@ -301,7 +301,7 @@ def test_form_that_saves_beside_the_training_is_taken_where_it_ends_sooner(steps
 
 
 def test_form_that_fits_in_no_way_is_estimated_once(monkeypatch: pytest.MonkeyPatch):
-    """Of 8 micro-batches and 2 margins, only the fewest rows of a form count where even those do not fit."""
+    """Neither a larger micro-batch nor another margin is estimated if the fewest rows at once do not fit."""
     spec = {"model": {"uri": "hf://meta-llama/Llama-2-70b-hf"}, "training": {"globalBatchSize": 128}}
     small = CLUSTER_SETTINGS.model_copy(update={"planning": Planning(memoryMargin=0.06)})
     draft = drafted({**spec, "resources": {"gpusPerNode": 1}}, small, node=NODES[0])

@@ -93,8 +93,10 @@ def _seconds(draft: Draft, strategy: Strategy, micro: int) -> float | None:
 
 
 class _Memory:
-    """Memory of the forms of one choice, estimated once each. A form that does not fit with n rows at once does not with
-    more: so each form is tried with the fewest first, which discards most of those that do not fit by one estimate.
+    """Memory of the forms of one choice, estimated once each.
+
+    A form that does not fit with n rows at once does not with more: so each form is tried with the fewest first, which
+    discards it by one estimate.
     """
 
     def __init__(self, forms: Iterable[Candidate]) -> None:
