@@ -300,8 +300,8 @@ def test_form_that_saves_beside_the_training_is_taken_where_it_ends_sooner(steps
     assert decided(rows[0].seconds) <= min(decided(row.seconds) for row in fit) * (1 + SIMPLER_MARGIN)
 
 
-def test_form_that_fits_in_no_way_is_estimated_once(monkeypatch: pytest.MonkeyPatch):
-    """Neither a larger micro-batch nor another margin is estimated if the fewest rows at once do not fit."""
+def test_form_that_fits_in_no_way_is_estimated_twice(monkeypatch: pytest.MonkeyPatch):
+    """Estimates are for one row and for all rows of a step at once, and for the sizes between and both margins none."""
     spec = {"model": {"uri": "hf://meta-llama/Llama-2-70b-hf"}, "training": {"globalBatchSize": 128}}
     small = CLUSTER_SETTINGS.model_copy(update={"planning": Planning(memoryMargin=0.06)})
     draft = drafted({**spec, "resources": {"gpusPerNode": 1}}, small, node=NODES[0])
@@ -315,7 +315,8 @@ def test_form_that_fits_in_no_way_is_estimated_once(monkeypatch: pytest.MonkeyPa
     forms = tuple(choice.all_forms(draft))
     assert choice.quickest(forms, (0.06, 0.0)) is None
     assert len(forms) > 3 * len({id(form.rung) for form in forms})
-    assert len(asked) == len({id(form.rung) for form in forms})
+    assert len(asked) == 2 * len({id(form.rung) for form in forms})
+    assert {micro for _, micro in asked} == {1, 128}
 
 
 def test_form_that_is_quicker_only_when_compiled_is_named():

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from finetune_contract.trainer_job import Strategy
 from finetune_operator.plan.strategy.batch import less_padded, micro_batches
 from finetune_operator.plan.strategy.degrees import slices, spreads
-from finetune_operator.plan.strategy.ladder import Fit, estimate, fit_at, fits, rungs, with_passes
+from finetune_operator.plan.strategy.ladder import Fit, accumulates, estimate, fit_at, fits, rungs, with_passes
 from finetune_operator.plan.time.asynchronous_saving import saves_beside
 from finetune_operator.plan.time.cost import machine_of, step_work
 from finetune_operator.plan.time.pauses import Saving
@@ -95,16 +95,16 @@ def _seconds(draft: Draft, strategy: Strategy, micro: int) -> float | None:
 class _Memory:
     """Memory of the forms of one choice, estimated once each.
 
-    A form that does not fit with n rows at once does not with more: so each form is tried with the fewest first, which
-    discards it by one estimate.
+    A form that does not fit with n rows at once does not with more, unless these are all rows of a step, so that no
+    gradients wait. So each form is tried with the fewest rows first, which discards most sizes by one estimate.
     """
 
     def __init__(self, forms: Iterable[Candidate]) -> None:
-        self._fewest: dict[int, Candidate] = {}
+        self._fewest: dict[tuple[int, bool], Candidate] = {}
         for form in forms:
-            fewest = self._fewest.setdefault(id(form.rung), form)
+            fewest = self._fewest.setdefault(_kind(form), form)
             if form.micro_batch < fewest.micro_batch:
-                self._fewest[id(form.rung)] = form
+                self._fewest[_kind(form)] = form
         self._known: dict[tuple[int, int], MemoryEstimate] = {}
 
     def _estimate(self, candidate: Candidate) -> MemoryEstimate:
@@ -115,10 +115,15 @@ class _Memory:
 
     def fit(self, candidate: Candidate, margin: float) -> Fit | None:
         """Return the candidate's fit; None if it does not fit."""
-        for form in (self._fewest[id(candidate.rung)], candidate):
+        for form in (self._fewest[_kind(candidate)], candidate):
             if not fits(form.draft, self._estimate(form), margin):
                 return None
         return Fit(candidate.strategy, candidate.micro_batch, self._estimate(candidate))
+
+
+def _kind(candidate: Candidate) -> tuple[int, bool]:
+    """Return the key of the candidates of one form whose memory grows with their rows."""
+    return id(candidate.rung), accumulates(candidate.draft, candidate.strategy, candidate.micro_batch)
 
 
 def quickest(forms: Iterable[Candidate], margins: Iterable[float]) -> tuple[Draft, Fit] | None:

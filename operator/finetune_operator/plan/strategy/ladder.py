@@ -121,8 +121,13 @@ def workload(draft: Draft, strategy: Strategy, micro: int) -> Workload:
         secondary_shards=secondary_shards(draft.spec.parallelism),
         smooths=draft.training.label_smoothing > 0,
         whole_logits=needs_whole_logits(draft.training.arguments),
-        accumulates=strategy.pipeline is not None or draft.training.global_batch_size > draft.data_ranks * micro,
+        accumulates=accumulates(draft, strategy, micro),
     )
+
+
+def accumulates(draft: Draft, strategy: Strategy, micro: int) -> bool:
+    """Return whether a step has several micro-batches of `micro` rows."""
+    return strategy.pipeline is not None or draft.training.global_batch_size > draft.data_ranks * micro
 
 
 def fit_at(draft: Draft, rung: Strategy, micro: int) -> Fit:
