@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import random
 import re
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 
 from finetune_contract.layout import FailureClass
 from finetune_trainer.core.failures import StageError
-from finetune_trainer.data.file_formats import fits_memory, read
+from finetune_trainer.data.file_formats import Parquet, fits_memory, read
 from finetune_trainer.data.row_shards import FileRows
 from finetune_trainer.data.sources import ColumnNeed, FileSplit, FsFile
 
@@ -94,6 +96,39 @@ def test_repeated_texts_are_written_without_holding_them(form: str, tmp_path: Pa
     rows, grown = map(int, ended.stdout.split())
     assert rows == 160
     assert grown < 200  # MiB; 1,024 rows of the batch would be 1,024
+
+
+def test_nulls_before_a_repeated_text_do_not_hide_it(tmp_path: Path) -> None:
+    places = pa.array([None] * 50 + [0] * 200, pa.int32())
+    table = pa.table({"text": pa.DictionaryArray.from_arrays(places, pa.array(["a" * LONG]))})
+    pq.write_table(table, tmp_path / "x.parquet", compression="zstd", store_schema=False)
+    with (tmp_path / "x.parquet").open("rb") as stream:
+        assert [len(batch) for batch in Parquet(stream).batches(0, ["text"], 1024)] == [64, 64, 64, 58]
+
+
+class _Counted(io.FileIO):
+    """File that counts the bytes that are read from it."""
+
+    count = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        found: bytes = super().read(size)
+        self.count += len(found)
+        return found
+
+
+def test_texts_that_differ_are_read_once_and_in_whole_batches(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    texts = [draw.randbytes(1000).hex() for _ in range(8192)]
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"text": texts}), path, compression="none")
+    stream = _Counted(path)
+    batches = list(Parquet(stream).batches(0, ["text"], 1024))
+    assert [len(batch) for batch in batches] == [1024] * 8
+    assert [text for batch in batches for text in batch["text"].to_pylist()] == texts
+    assert all(batch.schema.types == [pa.string()] for batch in batches)
+    # One page of the column, of 1 MiB beside its dictionary, is read before the rest.
+    assert stream.count < path.stat().st_size + (4 << 20)
 
 
 def test_a_shard_of_repeated_texts_is_refused_by_name(tmp_path: Path) -> None:

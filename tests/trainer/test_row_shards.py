@@ -6,7 +6,7 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +147,13 @@ def test_unreadable_csv_records_become_bad_rows(tmp_path):
 
 def test_shards_of_one_row_group_decode_it_once(tmp_path, monkeypatch):
     decoded: list[int] = []
-    read = pq.ParquetFile.read_row_group
+    batches = row_shards.Parquet.batches
 
-    def counted(self: pq.ParquetFile, group: int, **how: Any) -> pa.Table:
+    def counted(self: row_shards.Parquet, group: int, columns: Sequence[str], most: int) -> Iterator[pa.RecordBatch]:
         decoded.append(group)
-        return read(self, group, **how)
+        return batches(self, group, columns, most)
 
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", counted)
+    monkeypatch.setattr(row_shards.Parquet, "batches", counted)
     monkeypatch.setattr(row_shards, "_ROWS", 200)
     path = tmp_path / "x.parquet"
     path.write_bytes(parquet(row_group_size=1000))

@@ -43,6 +43,9 @@ the rows are.
 """
 _BATCH_ROWS = 1024
 """Rows read from Parquet at once: reading more is no faster."""
+_DECODED_BYTES = 64 << 20
+"""Most bytes that the rows of a batch of Parquet may take by repeating the texts of a dictionary."""
+_PEEK_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 20
 """Size of one read from a file."""
 LINE_BYTES = 64 << 20
@@ -944,29 +947,44 @@ def _read_parquet(
 ) -> Iterator[pa.RecordBatch]:
     try:
         with file.open() as stream:
-            parquet = open_parquet(stream)
-            names = _column_names(file, parquet.schema_arrow)
+            parquet = Parquet(stream)
+            names = _column_names(file, parquet.file.schema_arrow)
             seen.update(dict.fromkeys(names))
             columns = [name for name in wanted if name in names]
             if unread is not None:
-                _count_by_statistics(parquet.metadata, [name for name in names if name not in wanted], unread)
-            yield from parquet.iter_batches(_batch_rows(parquet.metadata), columns=columns)
+                _count_by_statistics(parquet.file.metadata, [name for name in names if name not in wanted], unread)
+            rows = _batch_rows(parquet.file.metadata)
+            for group in range(parquet.file.num_row_groups):
+                yield from parquet.batches(group, columns, rows)
     except (pa.ArrowInvalid, pa.ArrowIOError, OSError) as error:
         raise not_binary(file, "Parquet", error) from error
 
 
-def open_parquet(stream: IO[bytes]) -> pq.ParquetFile:
-    """Open a file whose repeated texts stay references to its dictionary: decoded, 1 MB can be any number of GB."""
-    metadata = pq.read_metadata(stream)
-    stream.seek(0)
-    columns = (metadata.schema.column(at) for at in range(metadata.num_columns))
-    texts = [c.path for c in columns if c.physical_type == "BYTE_ARRAY" and "." not in c.path]
-    return pq.ParquetFile(stream, metadata=metadata, read_dictionary=texts)
+class Parquet:
+    """Parquet file that is decoded in bounded batches: a small file may repeat a long text in any number of rows."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.file = pq.ParquetFile(stream)
+        metadata = self.file.metadata
+        columns = (metadata.schema.column(at) for at in range(metadata.num_columns))
+        texts = [one.path for one in columns if one.physical_type == "BYTE_ARRAY" and "." not in one.path]
+        # Of the first row, only the pages that it is in are read.
+        self._texts = pq.ParquetFile(
+            stream, metadata=metadata, read_dictionary=texts, buffer_size=_PEEK_BYTES, pre_buffer=False
+        )
+
+    def batches(self, group: int, columns: Sequence[str], most: int) -> Iterator[pa.RecordBatch]:
+        """Yield a row group in batches of at most `most` rows, and of at most `_DECODED_BYTES` of repeated texts."""
+        first = next(self._texts.iter_batches(1, row_groups=[group], columns=columns), None)
+        texts = [] if first is None else [one for one in first.columns if pa.types.is_dictionary(one.type)]
+        longest = sum(pc.max(pc.binary_length(text.dictionary)).as_py() or 0 for text in texts)
+        rows = min(most, max(1, _DECODED_BYTES // max(1, longest)))
+        yield from self.file.iter_batches(rows, row_groups=[group], columns=columns)
 
 
 def _pieces(batch: pa.RecordBatch) -> Iterator[pa.Table]:
     """Yield the rows in tables of at most `_CHUNK_BYTES` once they are decoded, or of one row."""
-    if not any(_is_reference(kind) for kind in batch.schema.types):
+    if batch.nbytes <= _CHUNK_BYTES and not any(_is_reference(kind) for kind in batch.schema.types):
         yield pa.Table.from_batches([batch])
         return
     start = size = 0

@@ -20,13 +20,13 @@ from typing import Protocol, TypeVar
 import datasets
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from finetune_contract.layout import FailureClass
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.data.file_formats import (
     ARRAY_BYTES,
+    Parquet,
     ReadRow,
     Rejected,
     as_column,
@@ -35,7 +35,6 @@ from finetune_trainer.data.file_formats import (
     format_of,
     has_lines,
     is_compressed,
-    open_parquet,
     read,
     rows_between,
     rows_too_large,
@@ -337,6 +336,10 @@ def rows_of_table(table: pa.Table) -> ShardRows:
     return ShardRows(len(table), np.arange(len(table)), partial(_taken, table))
 
 
+def _slice(table: Callable[[], pa.Table], start: int, count: int) -> ShardRows:
+    return rows_of_table(table().slice(start, count))
+
+
 def _taken(table: pa.Table, rows: Sequence[int]) -> pa.Table:
     return table if len(rows) == len(table) else table.take(pa.array(rows, pa.int64()))
 
@@ -461,9 +464,9 @@ class _FileShards:
 
     def _of_parquet(self) -> Iterator[RowShard]:
         with self._parquet() as parquet:
-            groups = [parquet.metadata.row_group(at) for at in range(parquet.num_row_groups)]
+            groups = [parquet.file.metadata.row_group(at) for at in range(parquet.file.num_row_groups)]
             described = [(group.num_rows, group.total_byte_size) for group in groups]
-            check_columns(self.split, self.file.name, parquet.schema_arrow.names, self.needs)
+            check_columns(self.split, self.file.name, parquet.file.schema_arrow.names, self.needs)
         first = 0
         for group, (rows, size) in enumerate(described):
             if not rows:
@@ -473,29 +476,28 @@ class _FileShards:
             table = cache(partial(self._group, group))
             for start in range(0, rows, step):
                 count = min(step, rows - start)
-                taken = partial(self._decoded, table, start, count)
+                taken = partial(_slice, table, start, count)
                 yield self._shard(first + start, max(1, size * count // rows), taken)
             first += rows
 
-    def _decoded(self, table: Callable[[], pa.Table], start: int, count: int) -> ShardRows:
-        rows = table().slice(start, count)
-        size = int(decoded_bytes(rows).sum())
-        if size > ARRAY_BYTES:
-            raise rows_too_large(
-                self.file, f"{count:,} rows from row {start + 1:,} of a row group have {size:,} bytes."
-            )
-        return rows_of_table(plain_table(rows))
-
     def _group(self, group: int) -> pa.Table:
         with fits_memory(self.file), self._parquet() as parquet:
-            names = [name for name in _names(self.needs) if name in parquet.schema_arrow.names]
-            return with_json(parquet.read_row_group(group, columns=names), nested_columns(self.needs))
+            names = [name for name in _names(self.needs) if name in parquet.file.schema_arrow.names]
+            most = max(ARRAY_BYTES, parquet.file.metadata.row_group(group).total_byte_size)
+            tables, rows, size = [], 0, 0
+            for batch in parquet.batches(group, names, _ROWS):
+                tables.append(pa.Table.from_batches([batch]))
+                rows, size = rows + len(batch), size + int(decoded_bytes(tables[-1]).sum())
+                if size > most:
+                    raise rows_too_large(self.file, f"{rows:,} rows from row 1 of a row group have {size:,} bytes.")
+            table = plain_table(pa.concat_tables(tables).combine_chunks())
+            return with_json(table, nested_columns(self.needs))
 
     @contextmanager
-    def _parquet(self) -> Iterator[pq.ParquetFile]:
+    def _parquet(self) -> Iterator[Parquet]:
         try:
             with self.file.open() as stream:
-                yield open_parquet(stream)
+                yield Parquet(stream)
         except (pa.ArrowInvalid, pa.ArrowIOError) as error:
             raise unreadable(self.file, error) from error
 
