@@ -70,6 +70,9 @@ NEVER: dict[str, tuple[dict[str, Any], str]] = {
     "a mount over the image's programs": (mount("/usr/local/bin"), "spec.template.volumeMounts[0].mountPath"),
     "a mount over the linker's list": (mount("/etc/ld.so.conf.d"), "spec.template.volumeMounts[0].mountPath"),
     "a mount above": (mount("/opt"), "spec.template.volumeMounts[0].mountPath"),
+    "two slashes before the image's package": (mount("//opt/finetune"), "spec.template.volumeMounts[0].mountPath"),
+    "a slash and a dot before the image's programs": (mount("/./usr/bin"), "spec.template.volumeMounts[0].mountPath"),
+    "a mount over everything by two slashes": (mount("//"), "spec.template.volumeMounts[0].mountPath"),
     "no AppArmor": (
         annotated("container.apparmor.security.beta.kubernetes.io/trainer", "unconfined"),
         'spec.template.annotations["container.apparmor.security.beta.kubernetes.io/trainer"]',
@@ -167,6 +170,17 @@ STRICT: dict[str, tuple[dict[str, Any], str]] = {
             "NCCL_COMM_ID": "a server", "NCCL_CONF_FILE": "settings", "HF_DATASETS_TRUST_REMOTE_CODE": "code",
         }.items()
     },
+    **{
+        f"{name}, which chooses code": (env(name, "/mnt/x"), "spec.template.env[0].name")
+        for name in (
+            "LD_LIBRARY_PATH", "LD_BIND_NOW", "PYTHONUSERBASE", "PYTHONPLATLIBDIR", "PYTHONPYCACHEPREFIX",
+            "PYTHONWARNINGS", "PYTHONBREAKPOINT", "PYTHONNOUSERSITE", "GCONV_PATH",
+        )
+    },
+    **{
+        f"a folder {folder} of the root": (mount(folder), "spec.template.volumeMounts[0].mountPath")
+        for folder in ("/finetune_trainer", "/finetune_contract", "/torch", "/app", "/srv/x", "/mnt2", "//x")
+    },
     "an annotation": (annotated("example.com/a"), 'spec.template.annotations["example.com/a"]'),
     "a driver that gives out secrets": (
         volume({"csi": {"driver": "secrets-store.csi.k8s.io"}}), "spec.template.volumes[0].csi.driver",
@@ -184,7 +198,12 @@ def test_strict_profile_refuses_values_that_the_open_one_allows(case: str) -> No
 def test_strict_profile_allows_the_needs_of_training() -> None:
     spec = {
         "secrets": {"hubToken": {"name": "finetune-hub"}, "storage": {"name": "finetune-storage"}},
-        "template": {"serviceAccountName": "default", "env": [{"name": "NCCL_DEBUG", "value": "INFO"}]},
+        "template": {
+            "serviceAccountName": "default",
+            "env": [{"name": "NCCL_DEBUG", "value": "INFO"}],
+            "volumes": [{"name": "v", "emptyDir": {}}],
+            "volumeMounts": [{"name": "v", "mountPath": path} for path in ("/mnt/a/b", "//data", "/scratch/")],
+        },
     }
     assert paths(job(**spec), settings(profile="strict")) == []
 

@@ -1,8 +1,8 @@
 """Check of jobs against `settings.allow`: the objects of the namespace that they may name, and their largest size.
 
 Whoever may create a job can run pods with everything that it names. So all of it can be bounded: service accounts,
-Secrets, ConfigMaps, claims, CSI drivers, tokens, priority classes, environment variables, annotations, Gateways, and
-the size of a job. Names are matched by globs; labels would need a right to read the objects.
+Secrets, ConfigMaps, claims, CSI drivers, tokens, priority classes, environment variables, folders, annotations,
+Gateways, and the size of a job. Names are matched by globs; labels would need a right to read the objects.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from pydantic import JsonValue
 
+from finetune_operator.spec.checks.syntax import normal_folder
 from finetune_operator.spec.fields.field_values import Path, value_at
 from finetune_operator.spec.problems import Problem, describe_value, format_path
 from finetune_operator.spec.quantities import parse_quantity
@@ -37,6 +38,7 @@ def allowed_problems(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Prob
         (allow.names("csi_drivers"), "a CSI driver", _volumes(template.volumes, ("csi", "driver"))),
         (allow.names("token_audiences"), "a token audience", _audiences(template.volumes)),
         (allow.names("env"), "an environment variable", _variables(template.env)),
+        (allow.names("mount_paths"), "a folder", _mounts(template.volume_mounts)),
         (allow.names("annotations"), "an annotation", _annotations(template.annotations)),
         (allow.names("gateways"), "a Gateway", _gateways(spec)),
     )
@@ -185,6 +187,13 @@ def _variables(env: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[Path, s
         name = variable.get("name")
         if isinstance(name, str):
             yield ("template", "env", index, "name"), name
+
+
+def _mounts(mounts: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[Path, str]]:
+    for index, mount in enumerate(mounts):
+        folder = mount.get("mountPath")
+        if isinstance(folder, str):
+            yield ("template", "volumeMounts", index, "mountPath"), normal_folder(folder)
 
 
 def _sizes(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:

@@ -1,7 +1,8 @@
-"""Kubernetes' own rules for names and labels, from apimachinery's validation."""
+"""Kubernetes' own rules for names, labels and folders, from apimachinery's validation."""
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Iterator, Mapping
 
@@ -60,3 +61,8 @@ def label_problems(labels: Mapping[str, JsonValue], path: Path, hint: str) -> It
             yield quote(full, text)
         elif not is_label_value(text):
             yield Problem(format_path(full), describe_value(text, full), LABEL_VALUE_RULE, hint)
+
+
+def normal_folder(folder: str) -> str:
+    """Return the folder that the absolute path names. POSIX keeps two slashes at the start, which mean one on Linux."""
+    return "/" + posixpath.normpath(folder).lstrip("/")

@@ -7,7 +7,6 @@ PodSecurity `restricted` refuses, tokens for the operator's own audience, and se
 
 from __future__ import annotations
 
-import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import TypeVar
@@ -21,6 +20,7 @@ from finetune_operator.spec.checks.syntax import (
     is_label_key,
     is_label_value,
     label_problems,
+    normal_folder,
 )
 from finetune_operator.spec.fields.field_values import Path
 from finetune_operator.spec.fields.shapes import Shape, shape_of
@@ -358,7 +358,7 @@ def _volumes(template: TemplateSpec, path: Path) -> Iterator[Problem]:
         full = (*path, "volumeMounts", index)
         mount, problems = _read(VolumeMount, dict(given), full)
         yield from problems
-        folders.append(None if mount is None or problems else posixpath.normpath(mount.mount_path))
+        folders.append(None if mount is None or problems else normal_folder(mount.mount_path))
         if mount is not None and not problems:
             yield from _mount(mount, names, full)
     yield from _duplicates(folders, (*path, "volumeMounts"), "mountPath")
@@ -426,7 +426,7 @@ def _mount(mount: VolumeMount, volumes: Sequence[str | None], path: Path) -> Ite
             "must be the name of a volume in spec.template.volumes",
             f"add that volume, or use one of these: {named}",
         )
-    folder = posixpath.normpath(mount.mount_path)
+    folder = normal_folder(mount.mount_path)
     where = (*path, "mountPath")
     if ".." in mount.mount_path.split("/"):
         yield Problem(

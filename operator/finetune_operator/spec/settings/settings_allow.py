@@ -39,6 +39,7 @@ AllowedNames: TypeAlias = Literal[
     "token_audiences",
     "priority_classes",
     "env",
+    "mount_paths",
     "annotations",
     "gateways",
 ]
@@ -53,6 +54,7 @@ PROFILES: Mapping[Profile, Mapping[AllowedNames, tuple[str, ...]]] = {
         "token_audiences": (),
         "priority_classes": (),
         "env": HARMLESS_ENV,
+        "mount_paths": ("/data", "/data/*", "/mnt", "/mnt/*", "/scratch", "/scratch/*"),
         "annotations": (),
         "gateways": (),
     },
@@ -67,8 +69,8 @@ class Allow(SpecModel):
         default="open",
         description="Defaults of the lists below. open: allow everything, for namespaces whose users may create pods "
         "anyway. strict: allow the service account default, Secrets named finetune-*, no CSI drivers, "
-        "tokens, priority classes, annotations or Gateways, and only variables that name no other code or server. "
-        "Defaults to open.",
+        "tokens, priority classes, annotations or Gateways, only variables that name no other code or server, and "
+        "volumes at /data, /mnt, /scratch and below. Defaults to open.",
     )
     service_accounts: Globs | None = Field(
         default=None, description="Globs of service accounts that a job may use. Defaults to those of the profile."
@@ -102,6 +104,11 @@ class Allow(SpecModel):
     )
     env: Globs | None = Field(
         default=None, description="Globs of environment variables that a job may set. Defaults to those of the profile."
+    )
+    mount_paths: Globs | None = Field(
+        default=None,
+        description="Globs of folders at which a job may mount volumes; * matches / as well. Folders of the image and "
+        "of the operator are never allowed. Defaults to those of the profile.",
     )
     annotations: Globs | None = Field(
         default=None,
