@@ -27,6 +27,7 @@ from cluster_support.operator_process import NAMESPACE
 from finetune_operator.jobs.render.pod_parts import CONTAINER_NAME
 from finetune_operator.kubernetes_api.resources import resource_of
 from finetune_trainer.core.distributed import discover
+from process_support.command_lines import trainer_arguments
 from suite_plugins.patience import patient
 
 RAISE_SIGNAL = signal.SIGUSR2
@@ -125,7 +126,7 @@ def ranks(team: Team, pod: str) -> list[Rank]:
             command_line, environment = process.cmdline(), process.environ()
         except psutil.Error:
             continue
-        own = command_line[1:3] == ["-m", "finetune_trainer"] or command_line[:1] == ["finetune-trainer"]
+        own = bool(trainer_arguments(command_line)) or command_line[:1] == ["finetune-trainer"]
         if own and "train" in command_line and not {"launch", "sshd"} & set(command_line):
             found.append(Rank(discover(environment).rank, process))
     return sorted(found, key=lambda one: one.rank)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from finetune_contract.layout import JobPaths
+from finetune_contract.python_command import module_command
 from finetune_contract.trainer_job import Strategy, TrainerJob
 from gpu_check.gpu_jobs import Size, figures_of
 from gpu_check.gpu_report import SkippedError
@@ -66,7 +66,7 @@ def train_on_nodes(name: str, folder: Path, size: Size, processes: int, nodes: N
         announce(ready, short)
     else:
         awaited(ready, limit)
-    command = [sys.executable, "-m", "finetune_trainer", "launch", "train", "--with", "torchrun"]
+    command = module_command("finetune_trainer", "launch", "train", "--with", "torchrun")
     command += ["--job", str(paths.job), "--workspace", str(paths.root.parent)]
     run = subprocess.run(
         command, capture_output=True, text=True, timeout=limit, check=False, env=nodes.environment(short)

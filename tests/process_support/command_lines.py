@@ -11,3 +11,11 @@ def command_of(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.NoSuchProcess:
         return []
+
+
+def trainer_arguments(command: list[str]) -> list[str]:
+    """Return the arguments of the trainer in the command of a Python process; none for another command."""
+    if "-m" not in command[1:3]:
+        return []
+    module, *arguments = command[command.index("-m") + 1 :]
+    return arguments if module == "finetune_trainer" else []

@@ -221,6 +221,19 @@ def test_the_check_imports_neither_torch_nor_transformers(tmp_path: Path) -> Non
     assert json.loads(output[: output.rindex("}") + 1])["splits"][0]["rows"] == 3
 
 
+def test_data_are_checked_without_running_modules_of_the_folder(tmp_path: Path) -> None:
+    write_lines(tmp_path / "rows.jsonl", [{"text": f"row {i}", "stars": i % 2} for i in range(20)])
+    (tmp_path / "job.yaml").write_text(JOB.format(name="any", file="rows.jsonl", column="text"), encoding="utf-8")
+    for name in ("torch", "pyarrow", "pydantic", "finetune_contract", "finetune_trainer"):
+        (tmp_path / f"{name}.py").write_text("import pathlib; pathlib.Path(__file__ + '.ran').touch()\n")
+    # As the installed program: a script, whose own folder is the first of its path.
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "finetune").write_text("from finetune_operator.cli.main import main\nmain()\n")
+    call = [sys.executable, "bin/finetune", "validate", "--data", "job.yaml"]
+    ran = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ran.returncode, list(tmp_path.glob("*.ran"))) == (0, []), ran.stderr
+
+
 ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 """Environment in which Python takes the names of files for ASCII."""
 

@@ -24,7 +24,7 @@ from finetune_contract.layout import ENV_GRACE_SECONDS, ENV_STACKS_SECONDS, Fail
 from finetune_contract.report import TrainerReport
 from finetune_trainer.core.distributed import free_port
 from finetune_trainer.data.prepared import PreparedData
-from process_support.command_lines import command_of
+from process_support.command_lines import command_of, trainer_arguments
 from process_support.left import left
 from process_support.signals import blocks
 from suite_plugins.patience import patient
@@ -50,7 +50,7 @@ class Pod:
     def ranks(self) -> list[psutil.Process]:
         """Return the processes of the stage itself."""
         descendants = psutil.Process(self.process.pid).children(recursive=True)
-        return [process for process in descendants if command_of(process)[1:3] == ["-m", "finetune_trainer"]]
+        return [process for process in descendants if trainer_arguments(command_of(process))]
 
 
 @dataclass

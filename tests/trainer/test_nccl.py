@@ -366,7 +366,7 @@ def test_the_warnings_of_a_failed_training_reach_the_pod_s_log(tmp_path: Path) -
     job.write_text("{}")
     program = (
         "import os, pathlib, sys; from finetune_trainer.launching import launch as l; "
-        "l._program = lambda arguments: ['-c', "
+        "l._program = lambda arguments: [sys.executable, '-c', "
         "\"import os, pathlib; f = pathlib.Path(os.environ['FINETUNE_NCCL'], 'rank-0.nccl.log'); "
         "f.write_text('n:1:2 [0] NCCL WARN Cuda failure 719'); os.abort()\"]; "
         f"sys.exit(l.launch(['train', '--job', {str(job)!r}, '--workspace', {str(tmp_path)!r}, '--with', 'process']))"

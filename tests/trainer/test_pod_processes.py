@@ -31,7 +31,7 @@ from finetune_trainer.predict.pod_processes import BatchShard, visible_gpus
 from finetune_trainer.predict.predict import predict, worker_threads
 from finetune_trainer.predict.prediction_inputs import PredictionInputs
 from finetune_trainer.predict.tensor_group import WHOLE_MODEL
-from process_support.command_lines import command_of
+from process_support.command_lines import command_of, trainer_arguments
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
 from trainer_support.forking import start_server
@@ -189,7 +189,7 @@ def test_two_processes_evaluate_and_predict_like_one(task: str, job_of: Callable
 def ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """Return the processes of the stage itself, as far as started."""
     descendants = psutil.Process(process.pid).children(recursive=True)
-    return [each for each in descendants if command_of(each)[1:3] == ["-m", "finetune_trainer"]]
+    return [each for each in descendants if trainer_arguments(command_of(each))]
 
 
 SPLIT: dict[str, tuple[str, str, dict[str, Any], int]] = {

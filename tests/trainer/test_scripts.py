@@ -207,7 +207,8 @@ def test_every_rank_gets_its_place_its_arguments_and_its_folders(pods_of, tiny_m
         torch_names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
         assert [environment[name] for name in torch_names] == [str(rank), "2", str(rank), "2", "1"]
         assert {"MASTER_ADDR", "MASTER_PORT"} <= set(environment)
-        assert not {"FINETUNE_REPORT", "FINETUNE_PROGRESS", "TRANSFORMERS_VERBOSITY"} & set(environment)
+        ours = {"FINETUNE_REPORT", "FINETUNE_PROGRESS", "TRANSFORMERS_VERBOSITY", "PYTHONSAFEPATH"}
+        assert not ours & set(environment)
         assert "DISABLE_KUBEFLOW_INTEGRATION" not in environment
     assert pods.seen(0)["environment"]["KUBEFLOW_TRAINER_SERVER_URL"] == "https://operator/x"
     assert "KUBEFLOW_TRAINER_SERVER_URL" not in pods.seen(1)["environment"]
@@ -225,6 +226,15 @@ def test_under_mpirun_a_program_finds_the_variables_of_torchrun(pods_of, tmp_pat
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     places = [[pods.seen(rank)["environment"][name] for name in names] for rank in (0, 1)]
     assert places == [[str(rank), "2", str(rank), "localhost", "29511"] for rank in (0, 1)]
+
+
+def test_program_imports_the_module_beside_its_entry_point(pods_of):
+    files = {"src/train.py": "import beside\nbeside.fail()", "src/beside.py": "def fail():\n    raise ValueError('hi')"}
+    pods = pods_of(files, entry_point="src/train.py")
+    put_code(pods)
+    _, report, output = pods.run(Stage.TRAIN)
+    assert report.failure is not None, output
+    assert report.failure.message.endswith("at src/beside.py, line 2: ValueError: hi")
 
 
 def test_single_process_gets_no_distributed_variables(pods_of):

@@ -226,7 +226,7 @@ def test_endpoint_rolls_from_our_server_to_vllm_and_back() -> None:
     assert target is not None
     stands(world, target, 1)
     command = world.servers[f"reviews-endpoint-{target}"]["spec"]["template"]["spec"]["containers"][0]["command"]
-    assert command[:3] == ["python", "-m", "finetune_trainer"]
+    assert command[:4] == ["python", "-P", "-m", "finetune_trainer"]
     assert led_to(world) == target
 
 

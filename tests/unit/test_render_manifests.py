@@ -842,7 +842,7 @@ def test_the_launcher_of_an_mpijob_starts_ranks_and_computes_nothing():
     assert {replica["restartPolicy"] for replica in replicas.values()} == {"Never"}
     assert launcher["command"][-2:] == ["--with", "mpirun"]
     assert launcher["resources"] == {"requests": {"cpu": "100m", "memory": "512Mi"}}
-    assert worker["command"] == ["python", "-m", "finetune_trainer", "sshd"]
+    assert worker["command"] == ["python", "-P", "-m", "finetune_trainer", "sshd"]
     assert worker["readinessProbe"]["tcpSocket"] == {"port": 2222}
     assert worker["resources"]["limits"] == {"nvidia.com/gpu": "4"}
     env = {each["name"]: each["value"] for each in launcher["env"]}

@@ -73,6 +73,7 @@ NEVER: dict[str, tuple[dict[str, Any], str]] = {
     "two slashes before the image's package": (mount("//opt/finetune"), "spec.template.volumeMounts[0].mountPath"),
     "a slash and a dot before the image's programs": (mount("/./usr/bin"), "spec.template.volumeMounts[0].mountPath"),
     "a mount over everything by two slashes": (mount("//"), "spec.template.volumeMounts[0].mountPath"),
+    "a search path of the trainer's own": (env("PYTHONSAFEPATH", ""), "spec.template.env[0].name"),
     "no AppArmor": (
         annotated("container.apparmor.security.beta.kubernetes.io/trainer", "unconfined"),
         'spec.template.annotations["container.apparmor.security.beta.kubernetes.io/trainer"]',

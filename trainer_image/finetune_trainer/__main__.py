@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from finetune_contract.layout import EXIT_OK
+from finetune_contract.python_command import ENV_SAFE_PATH
 from finetune_contract.utf8_mode import utf8_command
 from finetune_trainer.core.orderly_exit import let_collectives_end, settle_exit
 
@@ -23,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if (command := utf8_command()) is not None:
         # Processes that this one starts inherit the mode.
         os.execve(command[0], command, {**os.environ, "PYTHONUTF8": "1"})
+    os.environ[ENV_SAFE_PATH] = "1"  # for the processes that torch, Spark and others start
     code = run(sys.argv[1:] if argv is None else argv)
     logging.shutdown()
     if code == EXIT_OK:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from finetune_trainer.predict.prediction_parts import is_facts
+from process_support.command_lines import trainer_arguments
 from process_support.left import left
 from process_support.signals import waits_for
 from suite_plugins.waiting import wait_until
@@ -206,8 +207,8 @@ def test_ctrl_c_keeps_the_parts_of_all_processes(
     descendants = run.descendants()
     for process in descendants:
         process.suspend()
-    started = {process.pid: process.cmdline()[1:4] for process in descendants}
-    workers = [each for each in descendants if started[each.pid] == ["-m", "finetune_trainer", "predict"]]
+    started = {process.pid: trainer_arguments(process.cmdline()) for process in descendants}
+    workers = [each for each in descendants if started[each.pid][:1] == ["predict"]]
     assert len(workers) == 2, started
     kept = finished_parts(state)
     run.process.send_signal(signal.SIGINT)

@@ -207,7 +207,7 @@ def _launch(arguments: argparse.Namespace) -> None:
         logs_specs=DefaultLogsSpecs(log_dir=str(arguments.logs)),
         **_time_to_end(LaunchConfig, arguments.grace),
     )
-    launch_agent(config, sys.executable, arguments.program)
+    launch_agent(config, arguments.program[0], arguments.program[1:])
 
 
 def _time_to_end(config: type[Any], grace: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import ENV_ATTEMPT, ENV_INDEX, ENV_NCCL, ENV_REPORT, EXIT_OK, FailureClass, JobPaths
+from finetune_contract.python_command import module_command
 from finetune_trainer.launching.child_supervisor import MARGIN_SECONDS, ChildSupervisor, End, grace_seconds
 
 if TYPE_CHECKING:
@@ -108,8 +109,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _program(arguments: argparse.Namespace) -> list[str]:
-    """Return the arguments of the interpreter with which one rank runs the stage."""
-    program = ["-m", "finetune_trainer", arguments.stage, "--job", str(arguments.job)]
+    """Return the command with which one rank runs the stage."""
+    program = module_command("finetune_trainer", arguments.stage, "--job", str(arguments.job))
     program += ["--workspace", str(arguments.workspace)]
     return program if arguments.deepspeed is None else [*program, "--deepspeed", str(arguments.deepspeed)]
 
@@ -160,7 +161,7 @@ def _child(arguments: argparse.Namespace, rank: int, size: int) -> Ranks:
         environment = _environment(scratch, arguments.stage)
         if size > 1:
             environment |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        end, reports = _run(arguments, [sys.executable, *_program(arguments)], scratch, environment)
+        end, reports = _run(arguments, _program(arguments), scratch, environment)
     # If a process ended by itself without a report, its stderr is more informative than the exit code.
     ends = {rank: end.code} if end.code < 0 else {}
     return Ranks(end, reports, ends, None, expected=1, world_size=size, first=rank)
@@ -191,8 +192,8 @@ def _torchrun(arguments: argparse.Namespace) -> Ranks:
     os.environ.setdefault(ENV_ATTEMPT, uuid.uuid4().hex)
     with _scratch() as scratch:
         agent_report = scratch / "agent.json"
-        command = [sys.executable, "-m", "finetune_trainer.launching.elastic"]
-        command += ["--job", str(arguments.job), "--stage", arguments.stage]
+        command = module_command("finetune_trainer.launching.elastic", "--job", str(arguments.job))
+        command += ["--stage", arguments.stage]
         command += ["--grace", str(grace_seconds()), "--report", str(agent_report), "--logs", str(scratch / "logs")]
         end, reports = _run(arguments, [*command, "--", *_program(arguments)], scratch)
         from finetune_trainer.core.job_file import read_job, world_of
@@ -221,7 +222,7 @@ def _mpirun(arguments: argparse.Namespace) -> Ranks:
     reports.mkdir(parents=True)
     try:
         environment = mpi.mpirun_environment(_environment(reports, arguments.stage), hosts)
-        command = mpi.mpirun_command(file, world, environment, [sys.executable, *_program(arguments)])
+        command = mpi.mpirun_command(file, world, environment, _program(arguments))
         end, rank_reports = _run(arguments, command, reports, environment, mpi.signal_to_stop)
     finally:
         shutil.rmtree(reports, ignore_errors=True)

@@ -32,6 +32,7 @@ from finetune_contract.layout import (
     FailureClass,
     JobPaths,
 )
+from finetune_contract.python_command import ENV_SAFE_PATH
 from finetune_contract.trainer_job import Script, TrainerJob
 from finetune_trainer.core.distributed import ProcessWorld, settle_rank
 from finetune_trainer.core.failures import StageError, classify_text
@@ -49,8 +50,8 @@ from finetune_trainer.scripts.script_inputs import Origin, check_origin, former_
 
 log = logging.getLogger(__name__)
 
-_OURS = (ENV_REPORT, ENV_PROGRESS)
-"""Variables that name files which only this process writes."""
+_OURS = (ENV_REPORT, ENV_PROGRESS, ENV_SAFE_PATH)
+"""Variables of this process alone: files that only it writes, and that it imports nothing from beside a program."""
 _KUBEFLOW = (ENV_KUBEFLOW_URL, ENV_KUBEFLOW_CA, ENV_KUBEFLOW_TOKEN)
 _WEIGHTS = (*WEIGHT_FILES, "adapter_model*.bin")
 _CONFIGS = ("config.json", "adapter_config.json")

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -188,6 +187,7 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _run(job: TrainerJob, file: Path, workspace: Path, host: str, port: int) -> int:
+    from finetune_contract.python_command import module_command
     from finetune_operator.cli.local.environment import usable_cores
     from finetune_operator.cli.local.measure import TRAINER, trainer_is_installed
 
@@ -196,7 +196,7 @@ def _run(job: TrainerJob, file: Path, workspace: Path, host: str, port: int) -> 
             "serve requires the package finetune-trainer in this environment: pip install 'finetune-trainer[serve]'"
         )
     file.write_text(job.to_json(), encoding="utf-8")
-    command = [sys.executable, "-m", TRAINER, "serve", "--job", str(file), "--workspace", str(workspace)]
+    command = module_command(TRAINER, "serve", "--job", str(file), "--workspace", str(workspace))
     environment = {"OMP_NUM_THREADS": str(usable_cores()), **os.environ, "DS_ACCELERATOR": "cpu"}
     # A session of its own: a terminal's Ctrl-C comes to this command, which has the server drain.
     server = subprocess.Popen([*command, "--host", host, "--port", str(port)], env=environment, start_new_session=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from finetune_contract.checked import CheckedData, CheckedSplit, TextLengths
 from finetune_contract.data_settings import Preparation
 from finetune_contract.inference_settings import Evaluation, Gate, Generation, Prediction
 from finetune_contract.layout import JobPaths
+from finetune_contract.python_command import module_command
 from finetune_contract.report import FailureReport
 from finetune_contract.trainer_job import TrainerJob
 from finetune_operator.cli.files.job_files import JobEntry, located
@@ -98,7 +98,7 @@ def _run_check(job: FineTuneJob) -> CheckedData:
         threads = usable_cores()
         variables = {**os.environ, **hub_reach.variables(_hub_uris(job))}
         environment = trainer_environment(variables, device="cpu", threads=threads, report=report, progress=None)
-        command = [sys.executable, "-m", TRAINER, "check", "--job", str(paths.job), "--workspace", folder, *options]
+        command = module_command(TRAINER, "check", "--job", str(paths.job), "--workspace", folder, *options)
         completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     try:
         return CheckedData.model_validate_json(completed.stdout[max(completed.stdout.find("{"), 0) :])

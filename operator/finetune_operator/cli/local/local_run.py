@@ -13,7 +13,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +30,7 @@ from finetune_contract.layout import (
     FailureClass,
     JobPaths,
 )
+from finetune_contract.python_command import module_command
 from finetune_operator.cli.local import hub_reach
 from finetune_operator.cli.local.environment import trainer_environment, usable_cores
 from finetune_operator.cli.local.local_files import write_atomically
@@ -328,7 +328,7 @@ def _flat(value: object, prefix: str = "") -> list[tuple[str, Any]]:
 
 def write_report(paths: JobPaths, repeat_command: str) -> None:
     """Write report.html from the folder's content. The results stand without it, so a failure is only noted."""
-    command = [sys.executable, "-m", TRAINER, "report", "--job", str(paths.job), "--workspace", str(paths.root.parent)]
+    command = module_command(TRAINER, "report", "--job", str(paths.job), "--workspace", str(paths.root.parent))
     command += ["--command", repeat_command] if repeat_command else []
     environment = trainer_environment(
         {name: value for name, value in os.environ.items() if name != ENV_REPORT},

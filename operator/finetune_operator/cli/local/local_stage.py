@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -20,6 +19,7 @@ from pydantic import ValidationError
 from finetune_contract import causes
 from finetune_contract.choices import Stage
 from finetune_contract.layout import JobPaths
+from finetune_contract.python_command import module_command
 from finetune_contract.report import TrainerReport
 from finetune_operator.cli.local.measure import TRAINER
 from finetune_operator.jobs.render.contract import Starter, launch_arguments
@@ -36,7 +36,7 @@ def stage_command(stage: Stage, paths: JobPaths, planned: JobPlan) -> list[str]:
     starter: Starter = "torchrun" if processes_of(stage, planned) > 1 else "process"
     deepspeed = str(paths.deepspeed) if stage is Stage.TRAIN and paths.deepspeed.exists() else None
     arguments = launch_arguments(stage, str(paths.job), str(paths.root.parent), starter, deepspeed)
-    return [sys.executable, "-m", TRAINER, *arguments, "--attached"]
+    return module_command(TRAINER, *arguments, "--attached")
 
 
 def processes_of(stage: Stage, planned: JobPlan) -> int:

@@ -17,7 +17,6 @@ import os
 import platform
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from finetune_contract.byte_text import human_bytes
 from finetune_contract.data_settings import ModelSource
 from finetune_contract.facts import HardwareFacts, ModelFacts, TrainerFacts
 from finetune_contract.layout import JobPaths
+from finetune_contract.python_command import module_command
 from finetune_contract.report import TrainerReport
 from finetune_contract.trainer_job import TrainerJob
 from finetune_operator.cli.local import hub_reach
@@ -116,7 +116,7 @@ def _measure_with_trainer(job: FineTuneJob, variables: Mapping[str, str]) -> Tra
         environment = trainer_environment(
             {**os.environ, **variables}, device="cuda", threads=1, report=report, progress=None
         )
-        command = [sys.executable, "-m", TRAINER, "facts", "--job", str(paths.job), "--workspace", folder]
+        command = module_command(TRAINER, "facts", "--job", str(paths.job), "--workspace", folder)
         try:
             completed = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False

@@ -22,6 +22,7 @@ from finetune_contract.layout import (
     ENV_SERVE_TOKEN,
     ENV_STACKS_SECONDS,
 )
+from finetune_contract.python_command import ENV_SAFE_PATH, module_command
 from finetune_operator.jobs.render.claims import Storage, storage
 from finetune_operator.jobs.render.contract import (
     DEEPSPEED_FILE,
@@ -248,14 +249,21 @@ def _container(pods: StagePods, role: Role, folders: Storage) -> Container:
     return Container(
         image=spec.image or defaults.image,
         image_pull_policy=spec.image_pull_policy or defaults.image_pull_policy,
-        command=("python", "-m", "finetune_trainer", *_launch(pods, folders)),
+        command=trainer_command(*_launch(pods, folders)),
         env=(*_environment(pods, role, folders), *_secrets(pods)),
         env_from_secret=None if spec.secrets.storage is None else spec.secrets.storage.name,
         mounts=_mounts(pods, folders),
         resources=stage_resources(pods.plan, spec, defaults, pods.stage, pods.offloads_to_files),
+        # Else it is the root folder, beside the folders of the user's volumes.
+        working_folder=CONFIG,
         user_env=spec.template.env,
         user_mounts=spec.template.volume_mounts,
     )
+
+
+def trainer_command(*arguments: str) -> tuple[str, ...]:
+    """Return the command of a container that runs the trainer."""
+    return tuple(module_command("finetune_trainer", *arguments, python="python"))
 
 
 def _launch(pods: StagePods, folders: Storage) -> tuple[str, ...]:
@@ -278,6 +286,7 @@ def _environment(pods: StagePods, role: Role, folders: Storage) -> tuple[EnvVar,
     plan, spec = pods.plan, pods.context.spec
     variables = {
         "PYTHONUNBUFFERED": "1",
+        ENV_SAFE_PATH: "1",
         "OMP_NUM_THREADS": str(stage_threads(plan, pods.stage)),
         "TOKENIZERS_PARALLELISM": "true",
         # The workspace of servers is read-only.

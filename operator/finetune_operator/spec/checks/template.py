@@ -46,7 +46,7 @@ PROGRESS_AUDIENCE = "finetune.dev/progress"
 RESERVED_ENV = frozenset(
     {
         *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-        *("PYTHONUNBUFFERED", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"),
+        *("PYTHONUNBUFFERED", "PYTHONSAFEPATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"),
         *("JOB_COMPLETION_INDEX", "HOME", "HF_HOME"),
         *(name for launcher in SUPPORTED for name in launcher.reserved.env),
     }

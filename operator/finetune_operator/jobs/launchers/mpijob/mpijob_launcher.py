@@ -13,7 +13,7 @@ from finetune_operator.jobs.render.manifests import metadata
 from finetune_operator.jobs.render.pod_parts import Pod, Resources
 from finetune_operator.jobs.render.render_types import Manifest
 from finetune_operator.jobs.render.templates import document
-from finetune_operator.jobs.render.trainer_pod import HOME, Role, StagePods, stage_pod
+from finetune_operator.jobs.render.trainer_pod import HOME, Role, StagePods, stage_pod, trainer_command
 
 SSH_KEYS = "/home/mpiuser/.ssh"
 """Folder of ssh keys: ssh uses the home from passwd and ignores HOME."""
@@ -54,7 +54,7 @@ def _launcher(pods: StagePods) -> Pod:
 
 
 def _worker(pods: StagePods) -> Pod:
-    pod, command = stage_pod(pods, Role(home=CACHES)), ("python", "-m", "finetune_trainer", "sshd")
+    pod, command = stage_pod(pods, Role(home=CACHES)), trainer_command("sshd")
     server = replace(pod.container, command=command, ports={"ssh": SSH_PORT}, ready_port=SSH_PORT)
     return replace(pod, container=server)
 

@@ -46,7 +46,10 @@ def _pod(pods: StagePods, image: str) -> Pod:
     """Return the pod without command and sizes, which Spark adds; its devices (names with a domain) are kept."""
     pod = stage_pod(pods)
     limits = {name: count for name, count in pod.container.resources.limits.items() if "/" in name}
-    return replace(pod, container=replace(pod.container, image=image, command=(), resources=Resources({}, limits)))
+    # Spark's image has a working directory of its own, into which executors copy files.
+    resources = Resources({}, limits)
+    container = replace(pod.container, image=image, command=(), resources=resources, working_folder=None)
+    return replace(pod, container=container)
 
 
 def _size(pods: StagePods) -> dict[str, JsonValue]:
