@@ -102,11 +102,12 @@ def loading(
     token: str | None = None,
     idle_seconds: float = IDLE_SECONDS,
     unread_seconds: float = UNREAD_SECONDS,
+    local: bool = False,
 ) -> Iterator[Served]:
-    """Run a server of `job` on a free port, which may not have its model yet."""
+    """Run a server of `job` on a free port, which may not have its model yet. `local`: for this machine alone."""
     engine = ServingEngine.of(job, paths)
     metrics = ServingMetrics(engine.name, job.task, "r1")
-    state = ServerState(engine, Batcher(engine, metrics), metrics, token, "r1", "3")
+    state = ServerState(engine, Batcher(engine, metrics), metrics, token, "r1", "3", local)
     server = http_server(state, "127.0.0.1", 0, idle_seconds=idle_seconds, unread_seconds=unread_seconds)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -119,9 +120,11 @@ def loading(
 
 
 @contextmanager
-def served(job: TrainerJob, paths: JobPaths, token: str | None = None, **seconds: float) -> Iterator[Served]:
+def served(
+    job: TrainerJob, paths: JobPaths, token: str | None = None, local: bool = False, **seconds: float
+) -> Iterator[Served]:
     """Run a warmed-up server of `job` on a free port; raise the error of a model that cannot be loaded."""
-    with loading(job, paths, token, **seconds) as server:
+    with loading(job, paths, token, **seconds, local=local) as server:
         batcher = server.state.batcher
         wait_until(lambda: batcher.ready or batcher.failed is not None, "the server is warm")
         if batcher.failed is not None:

@@ -17,11 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune_command import finetune
+from finetune_contract.browser_requests import foreign
 from finetune_contract.choices import Stage
 from finetune_operator.cli.local.workspace import locked
 from finetune_operator.extras.ui.pages import Pages
 from finetune_operator.extras.ui.reading import Content
-from finetune_operator.extras.ui.request_checks import Keys, foreign
+from finetune_operator.extras.ui.request_checks import Keys
 from finetune_operator.extras.ui.run_reading import readable_lines
 from finetune_operator.extras.ui.ui_runs import Workspace
 from finetune_operator.extras.ui.ui_server import Server

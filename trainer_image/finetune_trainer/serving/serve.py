@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from finetune_contract.browser_requests import is_loopback
 from finetune_contract.layout import (
     ENV_ENDPOINT_REVISION,
     ENV_SERVE_TOKEN,
@@ -76,7 +77,7 @@ def _serve(job: TrainerJob, paths: JobPaths, host: str, port: int) -> int:
     metrics = ServingMetrics(engine.name, job.task, revision)
     batcher = Batcher(engine, metrics)
     token, number = os.environ.get(ENV_SERVE_TOKEN) or None, os.environ.get(ENV_ENDPOINT_REVISION) or None
-    state = ServerState(engine, batcher, metrics, token, revision, number)
+    state = ServerState(engine, batcher, metrics, token, revision, number, is_loopback(host))
     settle_access_log()
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     server = http_server(state, host, port)

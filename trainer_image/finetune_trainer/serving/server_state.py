@@ -21,6 +21,8 @@ class ServerState:
     revision: str
     endpoint_revision: str | None = None
     """Number of the endpoint's revision that the server belongs to."""
+    local: bool = False
+    """True if only programs of this machine reach the server."""
     draining: bool = False
     in_flight: int = 0
     started: float = field(default_factory=time.time)

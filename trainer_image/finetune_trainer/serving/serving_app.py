@@ -20,18 +20,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from finetune_contract.layout import METRICS_PATH
+from finetune_contract.browser_requests import of_other_name, of_other_site
+from finetune_contract.layout import ENV_SERVE_TOKEN, METRICS_PATH
 from finetune_trainer.serving import page as page_of
 from finetune_trainer.serving.protocols import hugging_face_json, open_inference
 from finetune_trainer.serving.protocols.binary_tensors import (
     EXTENSION,
     LENGTH_HEADER,
+    MEDIA_TYPE,
     infer_response,
     split_message,
     wanted_as_bytes,
     with_decoded_inputs,
 )
-from finetune_trainer.serving.protocols.http_json import json_response, parameters_of, parsed_json, read_body, read_json
+from finetune_trainer.serving.protocols.http_json import (
+    JSON,
+    json_response,
+    parameters_of,
+    parsed_json,
+    read_body,
+    read_json,
+)
 from finetune_trainer.serving.protocols.openai_handlers import OpenAIHandlers
 from finetune_trainer.serving.protocols.openapi_document import openapi_document
 from finetune_trainer.serving.queue_client import QueueClient
@@ -102,8 +111,10 @@ def _guarded(state: ServerState, path: str, handler: Handler, method: str = "GET
         state.metrics.in_flight.set(state.in_flight)
         try:
             try:
-                if path not in _OPEN and not of_page:
-                    _check_token(state, request)
+                if state.token is not None and path not in _OPEN and not of_page:
+                    _check_token(state.token, request)  # which no other site knows
+                else:
+                    _check_site(state, request)
                 response = await handler(request)
             except RequestError as error:
                 response = _error(path, error)
@@ -137,11 +148,22 @@ def _guarded(state: ServerState, path: str, handler: Handler, method: str = "GET
     return guarded
 
 
-def _check_token(state: ServerState, request: Request) -> None:
-    if state.token is None:
-        return
+def _check_site(state: ServerState, request: Request) -> None:
+    """Refuse a request that a web site may have caused in somebody's browser. RequestError 403, 415 or 421."""
+    refused = of_other_name(request.headers) if state.local else None
+    refused = refused or of_other_site(request.headers, request.method)
+    if refused is not None:
+        hint = f"Start it with {ENV_SERVE_TOKEN}: requests with that token are answered."
+        raise RequestError(refused.code, f"{refused.text} {hint}")
+    # Browsers send the types of HTML forms to any server. Triton's client names no type.
+    media_type = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    if request.method == "POST" and media_type not in (JSON, MEDIA_TYPE) and not media_type.endswith("+json"):
+        raise RequestError(415, f"The body has the Content-Type {media_type[:40]!r}: send it as {JSON}.")
+
+
+def _check_token(token: str, request: Request) -> None:
     given = request.headers.get("authorization", "").encode("utf-8", "replace")
-    if not hmac.compare_digest(given, f"Bearer {state.token}".encode()):
+    if not hmac.compare_digest(given, f"Bearer {token}".encode()):
         raise RequestError(401, "Send the server's token: Authorization: Bearer TOKEN.", {"WWW-Authenticate": "Bearer"})
 
 

@@ -1,9 +1,7 @@
 """Access checks on requests to the local page.
 
-The page shows logs and settings, so neither a web site that the user visits nor another user of the machine may read
-it. A site can make the user's browser send requests to 127.0.0.1, and can point a name of its own there (DNS
-rebinding): the Host header reveals that name, and browsers send a request's origin. Another user of the machine can
-connect, but does not know the token that the command prints, as in Jupyter.
+The page shows logs and settings, so neither a web site that the user visits (`browser_requests`) nor another user of
+the machine may read it. Another user can connect, but does not know the token that the command prints, as in Jupyter.
 """
 
 from __future__ import annotations
@@ -15,15 +13,7 @@ from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from threading import Lock
 
-NAMES = ("127.0.0.1", "localhost")
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Reason why a request is not answered, and a hint."""
-
-    code: int
-    text: str
+from finetune_contract.browser_requests import Refusal, foreign
 
 
 @dataclass
@@ -68,25 +58,6 @@ def refusal(headers: Mapping[str, str], port: int, keys: Keys) -> Refusal | None
     the token of a URL.
     """
     return foreign(headers, port) or _without_token(headers, port, keys)
-
-
-def foreign(headers: Mapping[str, str], port: int) -> Refusal | None:
-    """Return why a request that another site or name may have caused is refused; None if it is not."""
-    host = headers.get("Host", "")
-    hosts = [f"{name}:{port}" for name in NAMES] + ([*NAMES] if port == 80 else [])
-    if host.lower() not in hosts:
-        return Refusal(
-            421,
-            f"This page is served at {' and '.join(hosts)} only. "
-            f"With SSH, forward the same port: ssh -L {port}:127.0.0.1:{port} HOST",
-        )
-    origin = headers.get("Origin")
-    if origin is not None and origin.lower() not in [f"http://{name}" for name in hosts]:
-        return Refusal(403, "Requests of other sites are refused.")
-    opened = headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
-    if headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin") and not opened:
-        return Refusal(403, "Requests of other sites are refused.")
-    return None
 
 
 def _without_token(headers: Mapping[str, str], port: int, keys: Keys) -> Refusal | None:

@@ -18,10 +18,11 @@ from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote_to_bytes, urlencode, urlsplit
 
+from finetune_contract.browser_requests import foreign
 from finetune_contract.charts import STYLE
 from finetune_operator.cli.terminal.console import print_error
 from finetune_operator.extras.ui.pages import Page, Pages
-from finetune_operator.extras.ui.request_checks import Keys, cookie_name, foreign, refusal
+from finetune_operator.extras.ui.request_checks import Keys, cookie_name, refusal
 
 ADDRESS = "127.0.0.1"
 IDLE_SECONDS = 30

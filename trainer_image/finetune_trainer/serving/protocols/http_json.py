@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from finetune_trainer.serving.request_rows import RequestError
 
+JSON = "application/json"
 MAX_BODY = 4 << 20
 MOST_DISCARDED = 64 << 20
 """Bytes of a too large body after which the connection is closed."""
@@ -21,7 +22,7 @@ BODY_SECONDS = 10.0
 
 def json_response(body: Any, code: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return a response with compact JSON."""
-    return Response(json_bytes(body), code, dict(headers or {}), "application/json")
+    return Response(json_bytes(body), code, dict(headers or {}), JSON)
 
 
 def json_bytes(body: Any) -> bytes:
