@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -723,6 +725,22 @@ def test_callback_of_transformers_reaches_the_progress_without_a_server(monkeypa
         callback.on_step_end(TrainingArguments, state, control)
         callback.on_train_end(TrainingArguments, state, control)
     assert sink.updates == [(2, 8, {"loss": 0.25, "epoch": 0.5})]
+
+
+def test_progress_of_a_program_is_not_taken_from_a_web_site():
+    from finetune_trainer.scripts.relay import relayed
+
+    metrics = [{"name": "current_step", "value": "3"}, {"name": "total_steps", "value": "4"}]
+    body = json.dumps({"trainerStatus": {"lastUpdatedTime": "now", "metrics": metrics}}).encode()
+    sink, codes = RecordingSink(), []
+    with relayed({}, sink) as environment:
+        for headers in ({"Origin": "https://evil.example"}, {"Host": "evil.example"}, {}):
+            request = urllib.request.Request(environment["KUBEFLOW_TRAINER_SERVER_URL"], body, headers)
+            try:
+                codes.append(urllib.request.urlopen(request).status)
+            except urllib.error.HTTPError as error:
+                codes.append(error.code)
+    assert (codes, sink.updates) == ([403, 421, 200], [(3, 4, {})])
 
 
 def test_a_server_that_is_there_already_is_left_alone():

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from finetune_contract.browser_requests import of_other_name, of_other_site
 from finetune_contract.layout import ENV_KUBEFLOW_TOKEN, ENV_KUBEFLOW_URL
 from finetune_contract.report import KubeflowUpdate
 from finetune_trainer.core.distributed import LOOPBACK
@@ -55,12 +56,14 @@ def _handler(progress: ProgressSink) -> type[BaseHTTPRequestHandler]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            length = self.headers.get("Content-Length", "")
-            accepted = length.isdecimal() and int(length) <= _BODY_LIMIT_BYTES
+            headers = {name.title(): value for name, value in self.headers.items()}
+            refused = of_other_name(headers) or of_other_site(headers, "POST")
+            length = headers.get("Content-Length", "")
+            accepted = refused is None and length.isdecimal() and int(length) <= _BODY_LIMIT_BYTES
             if accepted:
                 with contextlib.suppress(ValidationError), lock:
                     pass_on(KubeflowUpdate.model_validate_json(self.rfile.read(int(length))), progress)
-            self.send_response(200 if accepted else 413)
+            self.send_response(200 if accepted else 413 if refused is None else refused.code)
             self.send_header("Content-Length", "0")
             self.end_headers()
 
