@@ -36,6 +36,7 @@ from finetune_operator.jobs.state.decision_types import (
     Refusal,
     RouteView,
 )
+from finetune_operator.jobs.state.plan_table import KEPT, NotPlannedError, PlanTable, planned
 from finetune_operator.plan.models.architectures import model_facts
 from finetune_operator.plan.types.plan_types import LearnedRatios
 from finetune_operator.spec.launcher_rows import SUPPORTED, LauncherName
@@ -162,6 +163,8 @@ class World:
     gone: bool = False
     _viewed: tuple[str, Settings, JobView] | None = None
     """Text and settings of the last view of the job, and the view."""
+    _plans: tuple[Settings, PlanTable] | None = None
+    """Plans by these settings."""
 
     # ---------------------------------------------------------------------------------------------------- operator
 
@@ -210,8 +213,17 @@ class World:
         return replace(seen, logs=logs, last_logs=tuple(self.last_logs.items()))
 
     def decide(self) -> Decision:
-        """Return the operator's decision now."""
-        return decide(self.job(), self.observed(), self.now, self.settings)
+        """Return the operator's decision now; as in the operator, plans are computed between decisions."""
+        if self._plans is None or self._plans[0] != self.settings:
+            self._plans = self.settings, PlanTable()
+        table = self._plans[1]
+        for _ in range(KEPT):
+            try:
+                return decide(self.job(), self.observed(), self.now, self.settings, None, table.find)
+            except NotPlannedError:
+                assert table.missing is not None
+                table.put(table.missing, planned(table.missing, self.settings))
+        raise AssertionError("a decision asks for more plans than are kept")
 
     def step(self, crash_after: int | None = None) -> Decision:
         """Reconcile once; with `crash_after`, the operator dies after that many of its writes."""

@@ -17,6 +17,7 @@ from finetune_operator.jobs.outcomes.status import complete
 from finetune_operator.jobs.outcomes.waiting_reasons import PodWait, pod_wait
 from finetune_operator.jobs.state.decision_state import Inputs, ReconcileState
 from finetune_operator.jobs.state.decision_types import Decision, PodView, Waiting
+from finetune_operator.jobs.state.plan_table import PlanTable
 from finetune_operator.jobs.state.results import _numbers, headline
 from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, Limits
 from finetune_operator.spec.status_times import earliest, stamp
@@ -101,7 +102,7 @@ def queued(suspend: bool) -> ReconcileState:
     policy = job.job.spec.run_policy.model_copy(update={"queue": "team-queue"})
     spec = job.job.spec.model_copy(update={"run_policy": policy})
     view = replace(job, job=job.job.model_copy(update={"spec": spec}))
-    inputs = Inputs(view, world.observed(), world.now, CLUSTER_SETTINGS, None)
+    inputs = Inputs(view, world.observed(), world.now, CLUSTER_SETTINGS, None, PlanTable().find)
     return ReconcileState(inputs, Decision(view.status))
 
 

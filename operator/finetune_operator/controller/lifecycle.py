@@ -28,9 +28,10 @@ from finetune_operator.controller.cluster.leader import Leader
 from finetune_operator.controller.cluster.node_reading import NodeReading
 from finetune_operator.controller.cluster.served_kind import wait_for_status_fields
 from finetune_operator.controller.kopf_guard import KopfConnection, ServedKinds, reviewing
-from finetune_operator.controller.reconcile.operator_state import OperatorState, ProgressBook
+from finetune_operator.controller.reconcile.operator_state import OperatorState, ProgressBook, is_new
+from finetune_operator.controller.reconcile.planner import PROCESSES
 from finetune_operator.controller.reconcile.reconciler import Decide, Reconciler
-from finetune_operator.controller.resync import Resync, is_new, store_object
+from finetune_operator.controller.resync import Resync, store_object
 from finetune_operator.controller.servers.operator_metrics import Metrics
 from finetune_operator.controller.servers.probes import HTTP_PORT, KopfLiveness
 from finetune_operator.controller.servers.progress_server import PORT
@@ -151,6 +152,10 @@ class Operator:
             *(
                 asyncio.create_task(self._reconciler.write_statuses(), name=f"statuses {number}")
                 for number in range(1, STATUS_WRITERS + 1)
+            ),
+            *(
+                asyncio.create_task(self._reconciler.planner.run(), name=f"planning {number}")
+                for number in range(1, PROCESSES + 1)
             ),
             asyncio.create_task(self._lead(), name="leading"),
         ]

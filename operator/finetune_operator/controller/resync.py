@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from finetune_operator.controller.cluster.discovery import Discovery
-from finetune_operator.controller.reconcile.operator_state import OperatorState
+from finetune_operator.controller.reconcile.operator_state import OperatorState, is_new
 from finetune_operator.controller.store.store import Key, UnreadableError, key_of
 from finetune_operator.jobs.render.render_types import JOB_LABEL, Manifest
 from finetune_operator.jobs.state.decision_types import JobView
@@ -198,8 +198,3 @@ async def store_object(state: OperatorState, resource: Resource, raw: Manifest, 
         return
     if entry is not None:
         state.queue.add(entry.job, new=is_new(entry.view))
-
-
-def is_new(view: object) -> bool:
-    """Return whether it is a job for which nothing was done yet: those come first."""
-    return isinstance(view, JobView) and view.status.plan is None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Generic, TypeVar
 
 from finetune_operator.jobs.state.decision_types import AutoscalerView, IdleScalingView, Refusal, RouteView
+from finetune_operator.jobs.state.plan_table import PlanTable
 
 View = TypeVar("View")
 
@@ -43,5 +45,8 @@ class JobMemory:
     """Time when the status was written last, on the monotonic clock."""
     checked_update: float = float("-inf")
     """Time of the last update after which the attempt was read again already."""
+    plans: PlanTable = field(default_factory=PlanTable)
+    plan_wanted_since: datetime | None = None
+    """Time since when the job has been waiting for its plan; None: it is not."""
     failures: int = 0
     """Reconciles in a row that ended in an error."""

@@ -128,7 +128,7 @@ class Measurements(Protocol):
     """Counts about the operator itself."""
 
     def reconcile_done(self, seconds: float, outcome: str) -> None:
-        """Count one reconcile of a job; `outcome` is done, refused, conflict, gone or failed."""
+        """Count one reconcile of a job; `outcome` is one of the reconciler's."""
 
     def request_done(self, verb: str, resource: str, code: int, seconds: float) -> None:
         """Count one request to the API server; `code` is the HTTP status, 0 if there was no answer."""
@@ -216,3 +216,8 @@ class OperatorState:
         while True:
             self.reports_complete_since()
             await asyncio.sleep(LISTEN_SECONDS)
+
+
+def is_new(view: object) -> bool:
+    """Return whether it is a job for which nothing was done yet: those come first."""
+    return isinstance(view, JobView) and view.status.plan is None

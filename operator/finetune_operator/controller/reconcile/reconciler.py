@@ -10,7 +10,6 @@ the version that it was computed from.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 import time
@@ -27,13 +26,16 @@ from finetune_operator.controller.reconcile.foreign_objects import ForeignObject
 from finetune_operator.controller.reconcile.job_events import YIELD_SECONDS, JobEvents
 from finetune_operator.controller.reconcile.job_memory import JobMemory, Reading, View
 from finetune_operator.controller.reconcile.job_objects import JobObjects
-from finetune_operator.controller.reconcile.operator_state import OperatorState
+from finetune_operator.controller.reconcile.operator_state import OperatorState, is_new
+from finetune_operator.controller.reconcile.planner import Answer, Planner
+from finetune_operator.controller.store.fair_queue import FairAsyncQueue
 from finetune_operator.controller.store.queue import JobKey
 from finetune_operator.controller.store.store import JobId
 from finetune_operator.endpoints.decide.autoscaling import autoscaler_view, has_autoscaler
 from finetune_operator.endpoints.decide.endpoint_parts import is_due
 from finetune_operator.endpoints.decide.idle_state import idle_scaling_view, scales_to_zero
 from finetune_operator.endpoints.decide.route_state import has_route, route_view
+from finetune_operator.jobs.decide.decide import PLANNING_SHOWN
 from finetune_operator.jobs.observed import pods_being_deleted, redacted_log, wanted_logs
 from finetune_operator.jobs.outcomes.learning import learned_from
 from finetune_operator.jobs.render.pod_parts import CONTAINER_NAME
@@ -41,6 +43,7 @@ from finetune_operator.jobs.render.render_types import UID_LABEL, Manifest, Prog
 from finetune_operator.jobs.state.decision_state import has_started
 from finetune_operator.jobs.state.decision_types import NO_FINDINGS, Decision, JobView, ObjectRef, Observed
 from finetune_operator.jobs.state.plan_checks import plan_check_of
+from finetune_operator.jobs.state.plan_table import FindPlan, NotPlannedError, PlannerLostError
 from finetune_operator.kubernetes_api.errors import (
     ApiError,
     ConflictError,
@@ -56,14 +59,15 @@ from finetune_operator.kubernetes_api.resources import (
     resource_of,
 )
 from finetune_operator.plan.types.names import JobNames
-from finetune_operator.plan.types.plan_types import LearnedRatios
+from finetune_operator.plan.types.plan_types import LearnedRatios, PlanRequest
 from finetune_operator.spec.settings.settings import Settings
 from finetune_operator.spec.types import FineTuneJobStatus
 
 log = logging.getLogger(__name__)
 
-Decide: TypeAlias = Callable[[JobView, Observed, datetime, Settings, ProgressEndpoint | None], Decision]
-Outcome: TypeAlias = Literal["done", "refused", "conflict", "gone", "failed"]
+Decide: TypeAlias = Callable[[JobView, Observed, datetime, Settings, ProgressEndpoint | None, FindPlan], Decision]
+Outcome: TypeAlias = Literal["done", "refused", "conflict", "gone", "failed", "waiting"]
+"""How a reconcile ended; waiting: for a plan."""
 
 StatusWrite: TypeAlias = Callable[[], Coroutine[Any, Any, Outcome]]
 """Remainder of a reconcile."""
@@ -72,6 +76,8 @@ STALE_SECONDS = 300.0
 """After this long without an update of a running attempt, the API server is asked once whether one was lost."""
 FIRST_RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 60.0
+WAITS_SHOWN_A_SECOND = 10
+"""Statuses of a namespace that are written about waiting for a plan: a flood of them would delay the jobs of others."""
 CONFLICT_SECONDS = 0.2
 """Delay before the next reconcile after a conflict, so that two writers do not race at full speed."""
 
@@ -86,7 +92,8 @@ class Reconciler:
         self._decide = decide
         self._objects = JobObjects(state, discovery)
         self._memories: dict[JobKey, JobMemory] = {}
-        self._status_writes: asyncio.Queue[tuple[JobKey, StatusWrite]] = asyncio.Queue()
+        self._status_writes: FairAsyncQueue[tuple[JobKey, StatusWrite]] = FairAsyncQueue()
+        self.planner = Planner(state.settings, self._planned)
         self.events = JobEvents(state)
         self._foreign = ForeignObjects(state, self.events.add)
 
@@ -100,12 +107,12 @@ class Reconciler:
                 if status_write is None:
                     self._state.queue.done(key)
             if status_write is not None:
-                self._status_writes.put_nowait((key, status_write))
+                self._status_writes.put_nowait((key.namespace, (key, status_write)))
 
     async def write_statuses(self) -> None:
         """Write statuses after creations, for ever. The key stays in progress until then: no reconcile overlaps."""
         while True:
-            key, status_write = await self._status_writes.get()
+            _, (key, status_write) = await self._status_writes.get()
             await self._state.queue.wait_for_new_jobs(YIELD_SECONDS)
             try:
                 await self._measured(key, status_write())
@@ -129,7 +136,7 @@ class Reconciler:
         outcome: Outcome
         try:
             result = await work
-        except ApiError as error:
+        except (ApiError, PlannerLostError) as error:
             outcome = self._failed(key, str(error), None)
         except Exception as error:
             outcome = self._failed(key, f"{type(error).__name__}: {error}", error)
@@ -137,7 +144,7 @@ class Reconciler:
             if not isinstance(result, str):
                 return result
             outcome = result
-            if (memory := self._memories.get(key)) is not None:
+            if outcome != "waiting" and (memory := self._memories.get(key)) is not None:
                 memory.failures = 0
         self._state.measurements.reconcile_done(time.monotonic() - began, outcome)
         return None
@@ -182,8 +189,9 @@ class Reconciler:
             self._state.queue.add(key)
             return "conflict"
         observed = self._observed(job, memory)
-        now = self._state.now()
-        decision = self._decide(job, observed, now, self._state.settings, self._state.progress_endpoint)
+        decision = await self._decision(key, job, observed, memory)
+        if decision is None:
+            return "waiting"
         for ref in decision.delete:
             await self._objects.delete(key.namespace, ref)
         for ref in decision.remove:
@@ -192,6 +200,31 @@ class Reconciler:
             return "refused"
         status_write = partial(self._record, key, job, version, observed, decision, memory)
         return status_write if decision.create or decision.apply else await status_write()
+
+    async def _decision(self, key: JobKey, job: JobView, observed: Observed, memory: JobMemory) -> Decision | None:
+        """Decide; None if the job has to be planned first, which is asked for then."""
+        state, plans, now = self._state, memory.plans, self._state.now()
+        plans.missing = None
+        try:
+            decision = self._decide(job, observed, now, state.settings, state.progress_endpoint, plans.find)
+        except NotPlannedError:
+            decision = None
+        if plans.missing is None:
+            memory.plan_wanted_since = None
+            return decision
+        memory.plan_wanted_since = memory.plan_wanted_since or now
+        waiting = await self.planner.ask(key, plans.missing)
+        if decision is None:
+            state.queue.add_after(key, max(PLANNING_SHOWN.total_seconds(), waiting / WAITS_SHOWN_A_SECOND))
+        return decision
+
+    def _planned(self, key: JobKey, request: PlanRequest, answer: Answer) -> None:
+        """Keep the plan of a job, which is decided again."""
+        memory = self._memories.get(key)
+        if memory is not None:
+            memory.plans.put(request, answer)
+            job = self._state.store.job(key)
+            self._state.queue.add(key, new=is_new(job))
 
     async def _record(
         self, key: JobKey, job: JobView, version: str, observed: Observed, decision: Decision, memory: JobMemory
@@ -235,6 +268,7 @@ class Reconciler:
             learned=self._learned(job),
             refusals=memory.refusals,
             last_progress_at=None if attempt is None else progress.last_progress_at(*attempt),
+            plan_wanted_since=memory.plan_wanted_since,
             reports_complete_since=self._state.reports_complete_since(),
         )
 
@@ -417,6 +451,7 @@ class Reconciler:
     def forget(self, key: JobKey) -> None:
         """Forget a deleted job."""
         self._state.queue.forget(key)
+        self.planner.forget(key)
         memory = self._memories.pop(key, None)
         if memory is not None:
             self._state.progress.forget(memory.uid)

@@ -1,17 +1,18 @@
 """Work queue of jobs: each is processed once however often it was added, never twice at a time.
 
-A key that is added while it is being processed is processed once more afterwards. Keys come out in the order in which
-they went in, so that a job with many events does not hold up the others; but jobs that are new come first, for the most
-part. When hundreds come at once, each then starts before there is much to report about the first. One event loop; not
-for threads.
+A key that is added while it is being processed is processed once more afterwards. Namespaces take turns, and the keys
+of one come out in the order in which they went in, so that neither a job with many events nor a tenant with many jobs
+holds up the others; but jobs that are new come first, for the most part. When hundreds come at once, each then starts
+before there is much to report about the first. One event loop; not for threads.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
+
+from finetune_operator.controller.store.fair_queue import FairQueue
 
 
 class JobKey(NamedTuple):
@@ -32,8 +33,8 @@ class WorkQueue:
     """Keys to be processed now, and keys to be processed later."""
 
     def __init__(self) -> None:
-        self._waiting: deque[JobKey] = deque()
-        self._new: deque[JobKey] = deque()
+        self._waiting: FairQueue[JobKey] = FairQueue()
+        self._new: FairQueue[JobKey] = FairQueue()
         self._new_in_a_row = 0
         self._queued: set[JobKey] = set()
         self._in_progress: set[JobKey] = set()
@@ -52,7 +53,7 @@ class WorkQueue:
             return
         self._queued.add(key)
         if key not in self._in_progress:
-            (self._new if new else self._waiting).append(key)
+            (self._new if new else self._waiting).add(key.namespace, key)
             self._filled.set()
             if new:
                 self._no_new_jobs.clear()
@@ -95,18 +96,20 @@ class WorkQueue:
     def _next(self) -> JobKey:
         if self._new and (not self._waiting or self._new_in_a_row < NEW_IN_A_ROW):
             self._new_in_a_row += 1
-            key = self._new.popleft()
+            key = self._new.take()
             if not self._new:
                 self._no_new_jobs.set()
-            return key
-        self._new_in_a_row = 0
-        return self._waiting.popleft()
+        else:
+            self._new_in_a_row = 0
+            key = self._waiting.take()
+        assert key is not None, "take waits until there is one"
+        return key
 
     def done(self, key: JobKey) -> None:
         """Mark a key as no longer in progress."""
         self._in_progress.discard(key)
         if key in self._queued:
-            self._waiting.append(key)
+            self._waiting.add(key.namespace, key)
             self._filled.set()
 
     async def wait_for_new_jobs(self, seconds: float) -> None:

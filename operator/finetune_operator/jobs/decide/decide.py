@@ -43,6 +43,7 @@ from finetune_operator.jobs.state.decision_types import (
     Observed,
     Refusal,
 )
+from finetune_operator.jobs.state.plan_table import FindPlan, NotPlannedError, planning_at_once
 from finetune_operator.jobs.state.planned import (
     context,
     plan_now,
@@ -63,17 +64,28 @@ MANAGER = "finetune.dev/operator"
 MOST_FIGURES = 4
 """Metrics in the event of a success; the status has all."""
 _HOUR = timedelta(hours=1)
+PLANNING_SHOWN = timedelta(seconds=5)
+"""Wait for a plan that the status mentions; mostly it is shorter."""
+PLANNING = "Waiting to be planned: other jobs of this namespace are planned first."
 LEAST_REFUSED_SECONDS = 1.0
 """Least delay before a refused object is tried again, also where restarts have none: a refusal comes back at once."""
 
 
 def decide(
-    job: JobView, observed: Observed, now: datetime, settings: Settings, progress: ProgressEndpoint | None = None
+    job: JobView,
+    observed: Observed,
+    now: datetime,
+    settings: Settings,
+    progress: ProgressEndpoint | None = None,
+    find_plan: FindPlan | None = None,
 ) -> Decision:
-    """Decide about `job` now. Equal values give an equal decision; once it is carried out, the next changes nothing."""
+    """Decide about `job` now. Equal values give an equal decision; once it is carried out, the next changes nothing.
+
+    `find_plan`: lookup of the plans; None computes them now. NotPlannedError where a plan has to be computed first.
+    """
     if job.deleting or job.managed_by not in (None, "", MANAGER):
         return Decision(status=job.status)
-    inputs = Inputs(job, observed, now, settings, progress)
+    inputs = Inputs(job, observed, now, settings, progress, find_plan or planning_at_once(settings))
     state = reopened(ReconcileState(inputs, Decision(job.status), end=ended(job.status)))
     if state.end is not None:
         return clean_up_ended(state).decision
@@ -168,6 +180,11 @@ def plan_ahead(state: ReconcileState) -> ReconcileState:
         state = with_learned(with_nodes(state))
     try:
         job_plan = plan_now(state)
+    except NotPlannedError:
+        since = state.observed.plan_wanted_since
+        if state.started or since is None or state.now < since + PLANNING_SHOWN:
+            raise
+        return replace(state.with_status(plan=None, stages=()).with_findings(waiting=PLANNING), done=True)
     except PlanRefused as problems:
         # Not kept: the plan of an earlier spec is not this one's.
         plan = state.status.plan if state.started else None

@@ -124,7 +124,8 @@ def planned(state: ReconcileState) -> ConditionContent:
         return ConditionContent("False", "PlanRefused", problems_text(state.findings.plan_problems))
     plan = state.status.plan
     if plan is None:
-        return ConditionContent("Unknown", "NotPlanned", "There is no plan yet: the spec has to be accepted first.")
+        waiting = state.findings.waiting or "There is no plan yet: the spec has to be accepted first."
+        return ConditionContent("Unknown", "NotPlanned", waiting)
     if plan.strategy == "none":
         return ConditionContent("True", "Planned", "Nothing is trained.")
     processes = f"{plan.world_size} process{'es' * (plan.world_size > 1)}"

@@ -21,7 +21,7 @@ from finetune_operator.jobs.state.decision_types import (
     Observed,
     PodView,
 )
-from finetune_operator.plan.types.plan_types import JobPlan
+from finetune_operator.jobs.state.plan_table import FindPlan
 from finetune_operator.spec.problems import Problem
 from finetune_operator.spec.settings.settings import Settings
 from finetune_operator.spec.status_times import earliest
@@ -66,8 +66,8 @@ class Inputs:
     settings: Settings
     endpoint: ProgressEndpoint | None
     """Address for progress reports of pods; None: it is not served."""
-    last_plan: list[tuple[Any, JobPlan]] = field(default_factory=list, repr=False, compare=False)
-    """The plan that a phase asked for last, after what it was made of: the next phase mostly asks for the same."""
+    find_plan: FindPlan = field(repr=False, compare=False)
+    """Lookup of the plan in force."""
 
 
 @dataclass(frozen=True)

@@ -330,6 +330,8 @@ class Observed:
         """Log tails that are known: one read after a pod's end replaces one read when its deletion began."""
         return tuple((dict(self.last_logs) | {name: text for name, text in self.logs if text}).items())
 
+    plan_wanted_since: datetime | None = None
+    """Time since when the job has been waiting for its plan; None: it is not."""
     reports_complete_since: datetime | None = None
     """Time since which no report can have been missed; None: reports cannot be received now."""
 

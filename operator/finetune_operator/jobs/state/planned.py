@@ -25,7 +25,6 @@ from finetune_operator.jobs.state.decision_types import Findings
 from finetune_operator.jobs.state.plan_checks import TOTAL
 from finetune_operator.jobs.state.results import communication_status
 from finetune_operator.plan.hardware.gpu_nodes import facts_of_nodes
-from finetune_operator.plan.plan import plan
 from finetune_operator.plan.strategy.batch import batch_arithmetic
 from finetune_operator.plan.types.plan_types import (
     Adaptation,
@@ -35,6 +34,7 @@ from finetune_operator.plan.types.plan_types import (
     LearnedRatios,
     NodesFacts,
     PlanRefused,
+    PlanRequest,
 )
 from finetune_operator.spec.launcher_rows import ENGINES, TRAINING, LauncherName
 from finetune_operator.spec.problems import Problem
@@ -42,7 +42,6 @@ from finetune_operator.spec.status_times import seconds_since
 from finetune_operator.spec.types import (
     AdaptationStatus,
     EstimateStatus,
-    FineTuneJob,
     InferenceStatus,
     MeasuredStatus,
     PlanStatus,
@@ -57,13 +56,13 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def plan_now(state: ReconcileState) -> JobPlan:
-    """Return the plan in force; PlanRefused as `plan` does.
+    """Return the plan in force; PlanRefused as `plan` does, NotPlannedError where it is computed elsewhere first.
 
     An endpoint may change while the job trains. Problems with it alone are reported when its turn comes.
     """
     facts, adaptation = _facts(state), _adaptation(state)
     try:
-        return _planned(state, state.accepted, facts, adaptation)
+        return state.inputs.find_plan(PlanRequest(state.accepted, facts, adaptation))
     except PlanRefused as refused:
         current = state.current
         serves = current is None or current.name is Stage.SERVE
@@ -71,14 +70,8 @@ def plan_now(state: ReconcileState) -> JobPlan:
         if not state.started or serves or not about_endpoint:
             raise
     spec = state.spec.model_copy(update={"endpoint": None})
-    return _planned(state, state.accepted.model_copy(update={"spec": spec}), facts, adaptation)
-
-
-def _planned(state: ReconcileState, job: FineTuneJob, facts: Facts, adaptation: Adaptation) -> JobPlan:
-    asked, last = (job, facts, adaptation), state.inputs.last_plan
-    if not last or last[0][0] != asked:
-        last[:] = [(asked, plan(job, facts, state.settings, adaptation))]
-    return last[0][1]
+    job = state.accepted.model_copy(update={"spec": spec})
+    return state.inputs.find_plan(PlanRequest(job, facts, adaptation))
 
 
 def context(state: ReconcileState) -> RenderContext:

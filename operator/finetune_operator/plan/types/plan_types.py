@@ -7,7 +7,7 @@ the plan shown is the plan that runs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from pydantic import Field, JsonValue
 
@@ -17,7 +17,7 @@ from finetune_contract.facts import DataFacts, DeviceFacts, HardwareFacts, Model
 from finetune_contract.trainer_job import TrainerJob
 from finetune_operator.spec.launcher_rows import BUILT_IN, LauncherName
 from finetune_operator.spec.problems import Problem
-from finetune_operator.spec.types import Capacity
+from finetune_operator.spec.types import Capacity, FineTuneJob
 
 PlanLauncher: TypeAlias = LauncherName | Literal["local"]
 EndpointRuntime: TypeAlias = Literal["deployment", "kserve"]
@@ -293,3 +293,11 @@ class PlanRefused(Exception):  # noqa: N818 - it names an answer, as a plan does
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         super().__init__("; ".join(str(problem) for problem in problems))
         self.problems = problems
+
+
+class PlanRequest(NamedTuple):
+    """Everything, beside the settings, that a plan follows from."""
+
+    job: FineTuneJob
+    facts: Facts
+    adaptation: Adaptation
