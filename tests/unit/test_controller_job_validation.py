@@ -81,3 +81,18 @@ def test_job_that_cannot_be_validated_in_time_is_refused_alone(released: threadi
         assert "TooSlowError: validation took longer than" in problem.rule
         assert "finetune validate" in problem.hint
     assert views["a"].problems == views["b"].problems == ()
+
+
+def test_namespaces_take_turns_at_being_validated(released: threading.Event) -> None:
+    watched = Watched(released)
+    flood = [job(f"flood-{number}") for number in range(20)]
+    honest = job("honest")
+    honest["metadata"]["namespace"] = "other"
+
+    async def go() -> None:
+        validator = JobValidator(CLUSTER_SETTINGS, validate=watched)
+        await asyncio.gather(*(validator.view(raw, None) for raw in (*flood, honest)))
+
+    asyncio.run(go())
+    names = [name for name, _ in watched.judged]
+    assert names.index("honest") < 3, names

@@ -1,7 +1,7 @@
 """Validate jobs off the event loop: probes and reports are answered while a large job is validated.
 
 Validation takes time linear in the size of a job, which is bounded (spec/problems.py). The time limit is for bugs: a
-job that takes longer is refused with that reason, and the others are validated by other threads.
+job that takes longer is refused with that reason, and the others are validated by other threads. Namespaces take turns.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import NoReturn
 
 from pydantic import JsonValue
 
+from finetune_operator.controller.store.fair_queue import Turns
+from finetune_operator.controller.store.store import key_of
 from finetune_operator.jobs.observed import Validate, is_unchanged, job_view
 from finetune_operator.jobs.render.render_types import Manifest
 from finetune_operator.jobs.state.decision_types import JobView
@@ -40,14 +42,15 @@ class JobValidator:
         self._validate = validate
         self._limit = limit_seconds
         self._threads = _threads()
-        self._free = asyncio.Semaphore(THREADS)
+        self._turns = Turns(THREADS)
         """Ensures that a thread begins its work at once, so that its time limit starts with it."""
 
     async def view(self, raw: Manifest, before: JobView | None) -> JobView:
         """Return the job as `observed.job_view` does."""
         if before is not None and is_unchanged(raw, before):
             return job_view(raw, self._settings, before)
-        async with self._free:
+        _, namespace, _ = key_of(raw)
+        async with self._turns.turn(namespace):
             threads = self._threads
             work = partial(job_view, raw, self._settings, before, self._validate)
             task = asyncio.get_running_loop().run_in_executor(threads, work)

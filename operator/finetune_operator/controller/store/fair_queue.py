@@ -8,8 +8,10 @@ that are served, so that nobody saves up.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Container
+import sys
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Container
+from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -76,3 +78,67 @@ class FairAsyncQueue(asyncio.Queue[tuple[str, Item]]):
         pair = self._queue.take()
         assert pair is not None, "asyncio.Queue asks only for what is there"
         return pair
+
+
+class TooManyWaitError(Exception):
+    """As many of the namespace wait as may."""
+
+
+class Turns:
+    """Turns at work that few can do at the same time, one of each namespace at most, in the order of a FairQueue."""
+
+    def __init__(self, at_once: int, most_waiting: int = sys.maxsize) -> None:
+        """`most_waiting`: maximum number of those of one namespace that wait."""
+        self._free = at_once
+        self._most_waiting = most_waiting
+        self._queue: FairQueue[tuple[str, asyncio.Future[None]]] = FairQueue()
+        self._waiting: Counter[str] = Counter()
+        self._running: set[str] = set()
+
+    def asked(self, namespace: str) -> int:
+        """Return how many of a namespace have a turn or wait for one."""
+        return self._waiting[namespace] + self.runs(namespace)
+
+    def runs(self, namespace: str) -> bool:
+        """Return whether the namespace has a turn."""
+        return namespace in self._running
+
+    async def take(self, namespace: str) -> None:
+        """Wait for a turn, which `give_back` ends. TooManyWaitError."""
+        if self._waiting[namespace] >= self._most_waiting:
+            raise TooManyWaitError
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.add(namespace, (namespace, turn))
+        self._waiting[namespace] += 1
+        self._hand_out()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self.give_back(namespace)
+            raise
+        finally:
+            self._waiting -= Counter({namespace: 1})
+
+    def give_back(self, namespace: str) -> None:
+        """End a turn."""
+        self._running.discard(namespace)
+        self._free += 1
+        self._hand_out()
+
+    @asynccontextmanager
+    async def turn(self, namespace: str) -> AsyncIterator[None]:
+        """Wait for a turn, and end it at the end of the block. TooManyWaitError."""
+        await self.take(namespace)
+        try:
+            yield
+        finally:
+            self.give_back(namespace)
+
+    def _hand_out(self) -> None:
+        while self._free and (following := self._queue.take(busy=self._running)) is not None:
+            namespace, turn = following
+            if not turn.done():  # else nobody waits for it any more
+                self._free -= 1
+                self._running.add(namespace)
+                turn.set_result(None)
