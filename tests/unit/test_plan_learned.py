@@ -200,6 +200,11 @@ def test_a_correction_is_not_corrected_again():
     assert (found.step_time, found.memory) == (1.5, 1.25)
 
 
+def test_ratios_that_round_to_zero_teach_nothing():
+    (found,) = learned_from([finished(0.0, memory=0.001)] * 3)
+    assert (found.step_time, found.memory, found.jobs) == (None, None, 3)
+
+
 # ------------------------------------------------------------------------------------------------------------ operator
 
 

@@ -23,6 +23,7 @@ from finetune_operator.plan.memory.model_parallel_plan import (
     layers_of_a_process,
     parameters_of_a_process,
     rank_order,
+    weights_of_a_process,
 )
 from finetune_operator.plan.memory.process_memory import CPU_PROCESS_BYTES, estimate
 from finetune_operator.plan.memory.state_memory import model_states
@@ -346,3 +347,9 @@ def test_model_that_cannot_be_spread_is_refused(case: str):
     (problem,) = caught.value.problems
     assert problem.path == path
     assert rule in problem.rule
+
+
+def test_weights_of_a_shape_that_no_model_has_are_a_short_list():
+    shape = LLAMA.model_copy(update={"parameters": 2**48, "vocabulary_size": 1, "hidden_size": 1})
+    weights = weights_of_a_process(shape, Strategy(name="fsdp"), 1, 2**48)
+    assert (sum(weights), len(weights) < 1100) == (2**48, True)

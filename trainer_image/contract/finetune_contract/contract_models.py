@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
+
+MOST = 2**53
+"""Bound of counts and bytes in messages: JSON holds integers up to it exactly, and sums and products of a few of them
+still are floats and integers of the Kubernetes API.
+"""
+Count: TypeAlias = Annotated[int, Field(ge=0, le=MOST)]
+Positive: TypeAlias = Annotated[int, Field(gt=0, le=MOST)]
+Seconds: TypeAlias = Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]
+"""Duration of at most 300 years, or a Unix time until then."""
 
 
 class Order(BaseModel):

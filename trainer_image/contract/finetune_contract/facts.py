@@ -6,18 +6,29 @@ parameters are counts, lengths are tokens, memory is bytes.
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
 
 from finetune_contract.choices import Device, LabelForm, Task
-from finetune_contract.contract_models import Message
+from finetune_contract.contract_models import Count, Message, Positive
+
+# Bounds of a model's shape, each at least 10 times that of any known model: plans loop over layers and multiply widths.
+MOST_PARAMETERS = 2**48
+MOST_LAYERS = 2**14
+MOST_WIDTH = 2**26
+MOST_HEADS = 2**16
+"""Heads of a layer, and experts."""
+MOST_TOKENS = 2**31 - 1
+"""Tokens of a vocabulary, and of a row."""
 
 
 class LinearWidths(Message):
     """Linear layers that share a name, one or more in each block: sums over all of them."""
 
-    inputs: int = Field(gt=0)
-    outputs: int = Field(gt=0)
-    weights: int = Field(default=0, ge=0)
+    inputs: Positive
+    outputs: Positive
+    weights: int = Field(default=0, ge=0, le=MOST_PARAMETERS)
     """Elements of their matrices; 0: not counted."""
 
 
@@ -26,45 +37,58 @@ class ModelFacts(Message):
 
     model_type: str
     """`model_type` of the Hugging Face config, e.g. `bert`."""
-    parameters: int = Field(gt=0)
+    parameters: int = Field(gt=0, le=MOST_PARAMETERS)
     """All parameters, tied ones counted once, the task's head included."""
-    embedding_parameters: int = Field(ge=0)
+    embedding_parameters: int = Field(ge=0, le=MOST_PARAMETERS)
     """Parameters of the token and position embeddings (tied output embeddings counted here)."""
-    block_parameters: int = Field(ge=0)
+    block_parameters: int = Field(ge=0, le=MOST_PARAMETERS)
     """Parameters of the largest repeated block (one transformer layer): the unit that ZeRO-3 and FSDP gather."""
-    layers: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
+    layers: int = Field(gt=0, le=MOST_LAYERS)
+    hidden_size: int = Field(gt=0, le=MOST_WIDTH)
+    intermediate_size: int = Field(gt=0, le=MOST_WIDTH)
     """Width of the feed-forward layer; in a mixture of experts, of all experts that one token passes."""
-    attention_heads: int = Field(gt=0)
-    key_value_heads: int | None = Field(default=None, gt=0, exclude_if=lambda heads: heads is None)
+    attention_heads: int = Field(gt=0, le=MOST_HEADS)
+    key_value_heads: int | None = Field(default=None, gt=0, le=MOST_HEADS, exclude_if=lambda heads: heads is None)
     """Key and value heads under grouped-query attention; None: each query head has its own."""
     fused_attention: bool = Field(default=True, exclude_if=lambda fused: fused)
     """True if transformers computes attention without storing heads x length scores for each token, as far as is known.
     """
-    vocabulary_size: int = Field(gt=0)
-    max_positions: int | None = None
+    vocabulary_size: int = Field(gt=0, le=MOST_TOKENS)
+    max_positions: int | None = Field(default=None, gt=0, le=MOST_TOKENS)
     """Longest input in tokens; None when the model sets no limit."""
     tied_embeddings: bool = False
-    parameter_bytes: int = Field(gt=0)
+    parameter_bytes: Positive
     """Size of the weights as stored, in bytes."""
-    idle_parameters: int = Field(default=0, ge=0, exclude_if=lambda idle: not idle)
+    idle_parameters: int = Field(default=0, ge=0, le=MOST_PARAMETERS, exclude_if=lambda idle: not idle)
     """Parameters that one token does not pass: the experts of a mixture that were not chosen for it."""
-    experts: int = Field(default=0, ge=0, exclude_if=lambda experts: not experts)
+    experts: int = Field(default=0, ge=0, le=MOST_HEADS, exclude_if=lambda experts: not experts)
     """Experts of each block of a mixture; 0: there are none, or their number is not known."""
-    head_parameters: int = Field(ge=0, default=0)
+    head_parameters: int = Field(ge=0, le=MOST_PARAMETERS, default=0)
     """Parameters of the task's head, with the encoder's pooler: an adapter run trains them in full."""
     linear_layers: dict[str, LinearWidths] = Field(default_factory=dict)
     """Name in its block, numbers as `*` (`attention.self.query`, `experts.*.w1`) -> widths of the linear layers that
     adapters can adapt; empty: unknown.
     """
 
-    saved_per_token: int = Field(default=0, ge=0, exclude_if=lambda saved: not saved)
+    saved_per_token: Count = Field(default=0, exclude_if=lambda saved: not saved)
     """Bytes that one block saves for one token's backward pass in fp32 on a CPU, without attention's scores, as traced
     on fake tensors; 0: not traced, as plans have a formula for the family, or its code cannot be traced.
     """
-    saved_per_score: int = Field(default=0, ge=0, exclude_if=lambda saved: not saved)
+    saved_per_score: Count = Field(default=0, exclude_if=lambda saved: not saved)
     """Bytes that it saves besides for one token and each token of its row; 0 if attention is fused, or not traced."""
+
+    @model_validator(mode="after")
+    def _holds_its_parts(self) -> Self:
+        parts = {
+            "embedding_parameters": self.embedding_parameters,
+            "block_parameters": self.block_parameters,
+            "idle_parameters": self.idle_parameters,
+            "head_parameters": self.head_parameters,
+        }
+        for name, part in parts.items():
+            if part > self.parameters:
+                raise ValueError(f"{name} ({part}) is more than parameters ({self.parameters})")
+        return self
 
     @property
     def key_value_width(self) -> int:
@@ -75,18 +99,18 @@ class ModelFacts(Message):
 class SplitFacts(Message):
     """Facts of one prepared split."""
 
-    rows: int = Field(ge=0)
+    rows: Count
     """Units that batches consist of: rows of the data, windows of them, or packed sequences of several."""
-    windows_of: int | None = None
+    windows_of: Count | None = None
     """Rows of the data before they were cut into windows; None: they were not cut."""
-    packs_of: int | None = None
+    packs_of: Count | None = None
     """Rows of the data (windows of them, if cut) before packing into shared sequences; None: not packed."""
-    tokens: int = Field(ge=0)
+    tokens: Count
     """Tokens over all rows after truncation, special tokens included."""
-    truncated_rows: int = Field(ge=0, default=0)
-    length_histogram: dict[int, int] = Field(default_factory=dict)
+    truncated_rows: Count = 0
+    length_histogram: dict[Annotated[int, Field(ge=0, le=MOST_TOKENS)], Count] = Field(default_factory=dict)
     """Upper edge of a length bucket in tokens -> rows in it (length <= edge, > the edge before)."""
-    longest: int = Field(ge=0, default=0)
+    longest: int = Field(ge=0, le=MOST_TOKENS, default=0)
     """Tokens of the longest row after truncation."""
 
     def coarsened(self, buckets: int) -> SplitFacts:
@@ -113,11 +137,11 @@ class DataFacts(Message):
     """Label names in the order of their ids; empty for tasks without labels."""
     label_form: LabelForm | None = None
     """Form of the labels, in tasks that have several forms."""
-    label_counts: dict[str, int] = Field(default_factory=dict)
+    label_counts: dict[str, Count] = Field(default_factory=dict)
     """Label name -> rows of the train split (of the test split when nothing trains)."""
     validation_from_train: bool = False
     """True if there was no validation split and a seeded 5 % of train was set aside."""
-    max_length: int = Field(gt=0)
+    max_length: int = Field(gt=0, le=MOST_TOKENS)
     """Truncation length in effect, in tokens."""
     notes: tuple[str, ...] = Field(default=(), exclude_if=lambda notes: not notes)
     """Sentences for people: unusual properties of the data, and how prepare reads them."""
@@ -146,7 +170,7 @@ class DeviceFacts(Message):
     """One kind of accelerator."""
 
     product: str
-    memory_bytes: int = Field(gt=0)
+    memory_bytes: Positive
     """Memory of one device in bytes."""
     bf16: bool = True
     """True if the device computes in bf16 natively."""
@@ -159,16 +183,18 @@ class DeviceFacts(Message):
 class HardwareFacts(Message):
     """One node of the machine or cluster to plan for."""
 
-    cpu_cores: int = Field(gt=0)
-    memory_bytes: int = Field(gt=0)
+    cpu_cores: Positive
+    memory_bytes: Positive
     """Host memory in bytes that a job may use on one node."""
-    gpus_per_node: int = Field(ge=0, default=0)
+    gpus_per_node: Count = 0
     gpu: DeviceFacts | None = None
     cpu_bf16: bool = False
     """True if the CPU has bf16 units (AVX512-BF16 or AMX); emulated bf16 is slower than fp32."""
     assumed: bool = False
     """True if not measured: given on the command line, or a default."""
-    network_gigabits: float | None = Field(default=None, gt=0, exclude_if=lambda network: network is None)
+    network_gigabits: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, exclude_if=lambda network: network is None
+    )
     """Network of the node in 10^9 bits a second and direction; None: unknown."""
 
     @property

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import Precision
-from finetune_contract.contract_models import Message, Order
+from finetune_contract.contract_models import Message, Order, Positive
 from finetune_contract.facts import DeviceFacts
 
 LESS_MEMORY = 0.02
@@ -49,9 +49,9 @@ class MeasuredDevices(Message):
 
     device: DeviceFacts
     """The weakest: least memory and capability of any; bf16 only if all have it."""
-    processes: int = Field(gt=0)
+    processes: Positive
     """Processes of the training, each with one GPU."""
-    per_node: int = Field(gt=0)
+    per_node: Positive
     """GPUs that a process sees on its node; the least of any."""
     fp8: bool = False
     """True if all have units for fp8."""

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from finetune_contract.byte_text import human_bytes
-from finetune_contract.contract_models import Message
+from finetune_contract.contract_models import Count, Message, Seconds
 from finetune_contract.report import TimePart
 
 OFF_SHARE = 0.15
@@ -43,15 +43,15 @@ class PlannedTraining(Message):
 class MeasuredTraining(Message):
     """Measurements of one attempt at a training, of all of its processes."""
 
-    steps: int = Field(default=0, ge=0)
+    steps: Count = 0
     """Steps that the time is the median of; those of earlier attempts do not count."""
-    memory_bytes: int = Field(ge=0)
+    memory_bytes: Count
     """Peak memory of the fullest device, of which torch reserves a part; on CPU the peak resident set of a process."""
-    memory_terms: dict[str, int] = Field(default_factory=dict)
+    memory_terms: dict[str, Count] = Field(default_factory=dict)
     """Bytes of the parts of `memory_bytes` that can be measured apart; they overlap."""
-    step_seconds: float | None = Field(default=None, ge=0)
+    step_seconds: Seconds | None = None
     """Median time of an optimizer step on rank 0; without evaluation and checkpoints."""
-    step_parts: dict[TimePart, float] = Field(default_factory=dict)
+    step_parts: dict[TimePart, Seconds] = Field(default_factory=dict)
     """Median seconds of each part of a step."""
     with_communication: tuple[TimePart, ...] = ()
     """Parts whose communication cannot be separated from their computation."""

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from pydantic import Field, JsonValue
 
 from finetune_contract.choices import Stage
-from finetune_contract.contract_models import Message
+from finetune_contract.contract_models import Message, Seconds
 from finetune_contract.facts import DataFacts, ModelFacts
 from finetune_contract.layout import EXIT_CODES, REPORT_LIMIT_BYTES, FailureClass
 from finetune_contract.measured_devices import MeasuredDevices
@@ -44,6 +44,10 @@ class TimeSplit(Message):
     """Parts whose communication between processes cannot be separated from their computation."""
     clock: Literal["host", "cuda-events"] = "host"
     """Clock that marks the end of a part: on GPUs the device's, not the host's."""
+
+
+MOST_RANKS = 2**31 - 1
+"""Bound of the processes of a job: the Kubernetes API holds no larger rank."""
 
 
 def shortened(text: str, limit: int) -> str:
@@ -145,7 +149,7 @@ class FailureReport(Message):
     """One or two sentences: path, value, rule."""
     hint: str = ""
     """Instruction that solves the problem."""
-    time: float = 0.0
+    time: Seconds = 0.0
     """Unix time in seconds of the failure: the earliest over all ranks is the cause."""
 
     @property
@@ -172,8 +176,8 @@ class TrainerReport(Message):
     schema_version: Literal[1] = 1
     job: str
     stage: Stage
-    rank: int = Field(ge=0, default=0)
-    world_size: int = Field(ge=1, default=1)
+    rank: int = Field(ge=0, le=MOST_RANKS, default=0)
+    world_size: int = Field(ge=1, le=MOST_RANKS, default=1)
     outcome: Literal["succeeded", "failed"]
     failure: FailureReport | None = None
     metrics: dict[str, JsonValue] = Field(default_factory=dict)
@@ -190,7 +194,7 @@ class TrainerReport(Message):
     """GPUs as the ranks measured them. Only from the built-in training loop on GPUs."""
     communication: Communication | None = None
     """Transports between the processes. Only from train on several GPUs; None: unknown."""
-    seconds: float = Field(ge=0, default=0.0)
+    seconds: Seconds = 0.0
 
     def to_termination_message(self) -> str:
         """Return one line of JSON below `REPORT_LIMIT_BYTES`, whatever the fields hold.

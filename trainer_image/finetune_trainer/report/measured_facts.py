@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import psutil
+from pydantic import ValidationError
 
 from finetune_contract.facts import DeviceFacts, HardwareFacts, LinearWidths, ModelFacts, TrainerFacts
 from finetune_contract.layout import FailureClass
@@ -71,26 +72,36 @@ def model_facts(job: TrainerJob) -> ModelFacts:
     hidden = _size(text, job, "hidden_size", "d_model", "dim")
     heads = _size(text, job, "num_attention_heads", "num_heads", "n_heads")
     shared = getattr(text, "num_key_value_heads", None)
-    facts = ModelFacts(
-        model_type=config.model_type,
-        parameters=parameters,
-        embedding_parameters=sum(embeddings.values()),
-        block_parameters=_largest_block(model),
-        layers=_layers(text, job),
-        hidden_size=hidden,
-        intermediate_size=_feed_forward(text, job, hidden),
-        attention_heads=heads,
-        key_value_heads=shared if isinstance(shared, int) and 0 < shared < heads else None,
-        fused_attention=getattr(model.config, "_attn_implementation", None) != "eager",
-        vocabulary_size=_size(text, job, "vocab_size"),
-        max_positions=position_limit(config),
-        tied_embeddings=cast(Any, model).get_output_embeddings() is not None and bool(config.tie_word_embeddings),
-        parameter_bytes=stored_bytes(name) or parameters * element_bytes,
-        idle_parameters=_idle_parameters(model, text),
-        experts=_experts(text)[1],
-        head_parameters=head_parameters(model),
-        linear_layers=_linear_layers(model),
-    )
+    try:
+        facts = ModelFacts(
+            model_type=config.model_type,
+            parameters=parameters,
+            embedding_parameters=sum(embeddings.values()),
+            block_parameters=_largest_block(model),
+            layers=_layers(text, job),
+            hidden_size=hidden,
+            intermediate_size=_feed_forward(text, job, hidden),
+            attention_heads=heads,
+            key_value_heads=shared if isinstance(shared, int) and 0 < shared < heads else None,
+            fused_attention=getattr(model.config, "_attn_implementation", None) != "eager",
+            vocabulary_size=_size(text, job, "vocab_size"),
+            max_positions=position_limit(config),
+            tied_embeddings=cast(Any, model).get_output_embeddings() is not None and bool(config.tie_word_embeddings),
+            parameter_bytes=stored_bytes(name) or parameters * element_bytes,
+            idle_parameters=_idle_parameters(model, text),
+            experts=_experts(text)[1],
+            head_parameters=head_parameters(model),
+            linear_layers=_linear_layers(model),
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(str(part) for part in first["loc"]) or "parameters"
+        raise StageError(
+            FailureClass.MODEL,
+            "ImpossibleShape",
+            f"The model {job.model.uri} has a shape that cannot be planned: {field}: {first['msg']}.",
+            "Correct the sizes in its config.json.",
+        ) from error
     if config.model_type in COUNTED_FAMILIES:
         return facts
     # The model has no use after it.

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 
+from pydantic import ValidationError
+
 from finetune_contract.causes import ECHOES, of_exit
 from finetune_contract.choices import Stage
 from finetune_contract.layout import CLASS_OF_EXIT_CODE, EXIT_CODES, EXIT_OK, FailureClass, retryable
@@ -322,7 +324,22 @@ def _hint(failure: FailureReport) -> str:
 def _by_code(code: int, where: str, pod: PodView | None) -> Cause:
     exit = of_exit(code, subject=f"The process {where}")
     cause = CLASS_OF_EXIT_CODE.get(code) or (OperatorCause.KILLED if retryable(code) else FailureClass.PROGRAM)
-    return Cause(cause, exit.reason, exit.message, _HINTS.get(cause, _SEE_LOG), pod)
+    return Cause(cause, exit.reason, exit.message + _on_unreadable_report(pod), _HINTS.get(cause, _SEE_LOG), pod)
+
+
+def _on_unreadable_report(pod: PodView | None) -> str:
+    """Return a sentence about a termination message that is a report but for a value; an empty text for any other."""
+    if pod is None or pod.ended is None or not pod.ended.message:
+        return ""
+    try:
+        TrainerReport.model_validate_json(pod.ended.message)
+    except ValidationError as error:
+        problems = error.errors(include_input=False, include_url=False)
+        if any(one["type"] in ("json_invalid", "model_type", "missing") for one in problems):
+            return ""
+        place = ".".join(str(part) for part in problems[0]["loc"])
+        return f" Its report was ignored: {place}: {problems[0]['msg']}."
+    return ""
 
 
 def _deleted_before_its_end(pod: PodView) -> bool:
@@ -339,7 +356,7 @@ def _no_report(pod: PodView | None) -> Cause:
     return Cause(
         OperatorCause.NO_REPORT,
         exit.reason,
-        exit.message,
+        exit.message + _on_unreadable_report(pod),
         "The process may have exited early, e.g. by os._exit in a library; see the log.",
         pod,
     )

@@ -49,8 +49,9 @@ def _ratios(key: tuple[str, int, str, str], group: list[FineTuneJobStatus]) -> L
         strategy=strategy,
         device=device,
         jobs=len(group),
-        step_time=round(median(times), 2) if len(times) >= LEAST_JOBS else None,
-        memory=round(median(memory), 2) if len(memory) >= LEAST_JOBS else None,
+        # A ratio of 0.00 is no measurement.
+        step_time=round(median(times), 2) or None if len(times) >= LEAST_JOBS else None,
+        memory=round(median(memory), 2) or None if len(memory) >= LEAST_JOBS else None,
     )
 
 

@@ -22,6 +22,8 @@ PipelineEnd: TypeAlias = Literal["first", "last"]
 """Stage of a pipeline with the embeddings, or with the head."""
 PASSES_TO_FILL = 4
 """Least m / p to fill a pipeline: with m = 4 p the bubble is at most a fifth; more micro-batches are slower each."""
+MOST_EMBEDDINGS = 1024
+"""Weights in which parameters outside of blocks are counted at most: a shape that fits no model would have billions."""
 _NAMED: dict[str, RankOrder] = {"cluster": "DPT", "spread": "PTD"}
 
 
@@ -112,8 +114,8 @@ def weights_of_a_process(model: ModelFacts, strategy: Strategy, layers: int, hel
     if experts := model.block_parameters - sum(block) if model.idle_parameters else 0:
         block += [2 * experts // 3, experts // 3]  # gate and up are one weight, down is another
     weights = [elements // strategy.tensor for elements in block] * layers
-    vocabulary = model.vocabulary_size * model.hidden_size // strategy.tensor
     rest = max(0, held - sum(weights))
+    vocabulary = max(1, model.vocabulary_size * model.hidden_size // strategy.tensor, rest // MOST_EMBEDDINGS)
     whole, left = divmod(rest, vocabulary)
     return [*weights, *[vocabulary] * whole, left]
 
