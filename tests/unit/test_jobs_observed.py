@@ -303,6 +303,13 @@ def test_a_termination_message_of_others_is_no_report(message: str):
     assert view.ended == Ended(1, "Error", None, None, message)
 
 
+def test_any_grace_period_of_a_deletion_can_be_read():
+    for grace, since in ((30, NOON - timedelta(seconds=30)), (10**12, NOON), (2**63 - 1, NOON)):
+        view = pod_view(pod(deletionTimestamp=AT, deletionGracePeriodSeconds=grace))
+        assert view is not None
+        assert (view.deleting_until, view.deleting_since) == (NOON, since)
+
+
 def test_a_pod_without_our_labels_is_not_seen():
     assert pod_view({"metadata": {"name": "p"}}) is None
     assert pod_view({}) is None

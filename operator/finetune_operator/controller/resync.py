@@ -196,5 +196,9 @@ async def store_object(state: OperatorState, resource: Resource, raw: Manifest, 
     except UnreadableError as error:
         log.warning("ignoring a %s that cannot be read: %s", resource.kind, error)
         return
+    except Exception:
+        # A bug that one object triggers must not end the list of all others.
+        log.exception("ignoring a %s because of an error in the operator", resource.kind)
+        return
     if entry is not None:
         state.queue.add(entry.job, new=is_new(entry.view))

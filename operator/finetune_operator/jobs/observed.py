@@ -293,8 +293,12 @@ def _container(metadata: Meta) -> str:
 
 
 def _deleting_since(metadata: Meta) -> datetime | None:
-    until, grace = metadata.deletion_timestamp, timedelta(seconds=metadata.deletion_grace_period_seconds)
-    return None if until is None else until - grace
+    until = metadata.deletion_timestamp
+    try:
+        return None if until is None else until - timedelta(seconds=metadata.deletion_grace_period_seconds)
+    except OverflowError:
+        # Whoever deletes a pod may write any grace period.
+        return until
 
 
 def _index(labels: Mapping[str, str]) -> int | None:

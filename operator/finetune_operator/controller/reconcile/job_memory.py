@@ -50,3 +50,5 @@ class JobMemory:
     """Time since when the job has been waiting for its plan; None: it is not."""
     failures: int = 0
     """Reconciles in a row that ended in an error."""
+    internal_errors: int = 0
+    """Reconciles in a row that ended in an error of the operator, without those that the API server answered."""

@@ -36,6 +36,7 @@ from finetune_operator.endpoints.decide.endpoint_parts import is_due
 from finetune_operator.endpoints.decide.idle_state import idle_scaling_view, scales_to_zero
 from finetune_operator.endpoints.decide.route_state import has_route, route_view
 from finetune_operator.jobs.decide.decide import PLANNING_SHOWN
+from finetune_operator.jobs.decide.internal_error import after_internal_error
 from finetune_operator.jobs.observed import pods_being_deleted, redacted_log, wanted_logs
 from finetune_operator.jobs.outcomes.learning import learned_from
 from finetune_operator.jobs.render.pod_parts import CONTAINER_NAME
@@ -67,7 +68,7 @@ log = logging.getLogger(__name__)
 
 Decide: TypeAlias = Callable[[JobView, Observed, datetime, Settings, ProgressEndpoint | None, FindPlan], Decision]
 Outcome: TypeAlias = Literal["done", "refused", "conflict", "gone", "failed", "waiting"]
-"""How a reconcile ended; waiting: for a plan."""
+"""End of a reconcile; waiting: for a plan."""
 
 StatusWrite: TypeAlias = Callable[[], Coroutine[Any, Any, Outcome]]
 """Remainder of a reconcile."""
@@ -140,12 +141,13 @@ class Reconciler:
             outcome = self._failed(key, str(error), None)
         except Exception as error:
             outcome = self._failed(key, f"{type(error).__name__}: {error}", error)
+            await self._record_internal_error(key, type(error).__name__)
         else:
             if not isinstance(result, str):
                 return result
             outcome = result
             if outcome != "waiting" and (memory := self._memories.get(key)) is not None:
-                memory.failures = 0
+                memory.failures = memory.internal_errors = 0
         self._state.measurements.reconcile_done(time.monotonic() - began, outcome)
         return None
 
@@ -162,6 +164,21 @@ class Reconciler:
         )
         self._state.queue.add_after(key, delay)
         return "failed"
+
+    async def _record_internal_error(self, key: JobKey, name: str) -> None:
+        """Count an error of the operator's own, and record it in the status of the job that triggered it."""
+        memory = self._memories.get(key)
+        job, version = self._state.store.job(key), self._state.store.job_version(key)
+        if memory is None or job is None or version is None or job.uid != memory.uid:
+            return
+        memory.internal_errors += 1
+        try:
+            observed, now = self._observed(job, memory), self._state.now()
+            decision = after_internal_error(job, observed, now, self._state.settings, name, memory.internal_errors)
+            if await self._write_status(key, job, version, decision, memory) == "done":
+                self.events.add_of_job(key, job, version, decision.events, memory)
+        except Exception as error:
+            log.warning("%s: the error cannot be recorded in the status: %s", key, error)
 
     # ------------------------------------------------------------------------------------------------- one reconcile
 

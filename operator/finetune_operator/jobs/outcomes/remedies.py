@@ -16,7 +16,7 @@ from finetune_contract.report import TrainerReport, shortened
 from finetune_operator.jobs.state.decision_types import PodView
 from finetune_operator.spec.printable import printable
 from finetune_operator.spec.redaction import Redactor
-from finetune_operator.spec.types import MAX_INT, FailureStatus
+from finetune_operator.spec.types import FailureStatus
 
 MESSAGE_LIMIT = 4096
 LOG_LIMIT = 4096
@@ -61,6 +61,7 @@ class OperatorCause(StrEnum):
     NO_REPORT = "NoReport"
     PLAN_REFUSED = "PlanRefused"
     NO_PROGRESS = "NoProgress"
+    INTERNAL_ERROR = "InternalError"
 
 
 CauseClass = FailureClass | OperatorCause
@@ -102,6 +103,7 @@ REMEDIES: dict[CauseClass, Remedy] = {
     OperatorCause.NO_REPORT: Remedy.COUNTED,
     OperatorCause.PLAN_REFUSED: Remedy.FAIL,
     OperatorCause.NO_PROGRESS: Remedy.COUNTED,
+    OperatorCause.INTERNAL_ERROR: Remedy.FAIL,
 }
 
 _EVIDENT = frozenset(
@@ -174,8 +176,7 @@ class Cause:
             attempt=attempt,
             pod=None if pod is None else pod.name,
             node=None if pod is None else pod.node,
-            # A user's program may report any number; one that the API server refuses would stop every write.
-            rank=self.rank if self.rank is not None and self.rank <= MAX_INT else None,
+            rank=self.rank,
             exit_code=ended.exit_code if ended is not None and self.exit_code is None else self.exit_code,
             log_tail=self._tail(dict(logs)),
         )
