@@ -1,5 +1,6 @@
 """Labels are a claim: an object belongs to a job if the chain of its controllers leads to the job."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from finetune_operator.controller.store.owners import Owner, controller_of
 from finetune_operator.controller.store.queue import JobKey
 from finetune_operator.controller.store.store import Store
+from finetune_operator.kubernetes_api.resources import POD
 from finetune_operator.spec.kubernetes_objects import GroupKind
 from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS
 
@@ -272,3 +274,32 @@ def test_replica_set_is_resolved_only_for_the_serving_stage(store: Store):
     store.put(pod("copy", REPLICA_SET))
     assert store.unresolved(ID) == set()
     assert foreign(store) == ["copy"]
+
+
+MANY = 500
+
+
+def chained(number: int) -> Owner | None:
+    """Return the next pod of a chain, the last of which is the job's."""
+    last = number == MANY - 1
+    return OF_THE_JOB if last else Owner(KINDS["Pod"], f"p{number + 1}", f"uid-of-p{number + 1}")
+
+
+@pytest.mark.parametrize("owner_of", [chained, lambda _: OF_THE_JOB, lambda _: None], ids=["a chain", "own", "foreign"])
+def test_work_for_many_pods_of_a_job_grows_with_their_number(store: Store, owner_of: Any):
+    for number in range(MANY):
+        store.put(pod(f"p{number}", owner_of(number)))
+    calls = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        found = len(pods(store)) + len(foreign(store))
+        store.retain_listed(POD.group_kind, (), 10**9)
+    finally:
+        sys.setprofile(None)
+    # 70 for each pod; work that grows with the square is 280 to 3,600 for each of 500.
+    assert (found, pods(store), calls < 100 * MANY) == (MANY, [], True), calls

@@ -101,6 +101,8 @@ class Store:
         self._clock = clock
         self._entries: dict[Key, Entry] = {}
         self._of_job: dict[JobId, dict[Key, Entry]] = {}
+        self._children: dict[JobId, dict[Key, Entry]] = {}
+        """Those of the objects of a job that run its attempts, its own or not."""
         self._uids: dict[JobKey, Counter[str]] = {}
         """Uids of the jobs that had a name, by name, with the number of their objects."""
         self._tombstones: dict[str, tuple[int, float]] = {}
@@ -130,7 +132,9 @@ class Store:
 
     def children(self, job: JobId) -> tuple[ChildView, ...]:
         """Return the objects that run the job's attempts, by stage and attempt."""
-        views = [entry.view for entry in self._own(job) if isinstance(entry.view, ChildView)]
+        owned = self._owned.get(job, ())
+        children = self._children.get(job, {}).values()
+        views = [entry.view for entry in children if isinstance(entry.view, ChildView) and entry.uid in owned]
         return tuple(sorted(views, key=lambda view: (view.stage.value, view.attempt, view.ref.name)))
 
     def endpoints(self, job: JobId) -> tuple[EndpointView, ...]:
@@ -226,16 +230,24 @@ class Store:
             elif isinstance(entry.view, PodView | EndpointView):
                 undecided.append(entry)
         # One pod may control others, in whatever order they came, and an InferenceService a Deployment.
-        while controlled := [entry for entry in undecided if self._controlled(entry, owned)]:
+        by_owner: dict[str, list[Entry]] = {}
+        for entry in undecided:
+            if entry.owner is not None:
+                by_owner.setdefault(entry.owner.uid, []).append(entry)
+        running = {(child.stage, child.attempt) for child in self.children(job)}
+        while undecided:
+            controlled = [entry for entry in undecided if self._controlled(entry, owned, running)]
             for entry in controlled:
                 owned.add(entry.uid)
             own += controlled
-            undecided = [entry for entry in undecided if entry.uid not in owned]
+            undecided = [
+                entry for owner in controlled for entry in by_owner.get(owner.uid, ()) if entry.uid not in owned
+            ]
         return own
 
-    def _controlled(self, entry: Entry, owned: OwnedObjects) -> bool:
+    def _controlled(self, entry: Entry, owned: OwnedObjects, running: Collection[tuple[Stage, int]]) -> bool:
         """Return whether a pod's controller is the job's own. A deleted one, as that of a pod which outlives it for a
-        moment while the operator starts, is known by its name.
+        moment while the operator starts, is known by its name. `running`: attempts whose child exists.
         """
         owner, view = entry.owner, entry.view
         if isinstance(view, EndpointView):
@@ -256,8 +268,6 @@ class Store:
         owner_entry = self._entries.get((owner.kind, entry.namespace, owner.name))
         if owner_entry is not None:
             return False
-        others = [other.view for other in self._of_job[entry.job_id].values() if other.uid in owned]
-        running = [(one.stage, one.attempt) for one in others if isinstance(one, ChildView)]
         return owner.name != names[0] or (view.stage, view.attempt) not in running
 
     # ------------------------------------------------------------------------------------------------------- writing
@@ -279,6 +289,8 @@ class Store:
             self._drop(known)
         self._entries[key] = entry
         self._of_job.setdefault(entry.job_id, {})[key] = entry
+        if isinstance(entry.view, ChildView):
+            self._children.setdefault(entry.job_id, {})[key] = entry
         owned = self._owned.setdefault(entry.job_id, OwnedObjects())
         runs = isinstance(entry.view, ChildView | EndpointView)
         if runs and entry.owner is not None and entry.owner.uid == entry.job_uid:
@@ -305,12 +317,16 @@ class Store:
         """Remove the objects of the kind that a list, read at `version` from `namespaces` (None: from all), does not
         name, unless they are newer than the list. Return the jobs of the removed objects.
         """
-        touched = set()
-        for entry in [one for one in self._entries.values() if one.kind == kind and one.key not in listed]:
-            if entry.version <= version and (namespaces is None or entry.namespace in namespaces):
-                self._tombstone(entry.key, entry.uid, version)
-                touched.add(entry.job)
-        return touched
+        gone = [
+            entry
+            for entry in self._entries.values()
+            if entry.kind == kind
+            and entry.key not in listed
+            and entry.version <= version
+            and (namespaces is None or entry.namespace in namespaces)
+        ]
+        self._remove_all(gone, version)
+        return {entry.job for entry in gone}
 
     def replace_of_job(self, kind: GroupKind, job: JobId, raws: Iterable[Raw], version: int) -> None:
         """Put the listed objects of one job, and remove its others of the kind as `retain_listed` does."""
@@ -318,9 +334,17 @@ class Store:
         for raw in raws:
             listed.add(key_of(raw))
             self.put(raw)
-        for entry in list(self._of_job.get(job, {}).values()):
-            if entry.kind == kind and entry.key not in listed and entry.version <= version:
-                self._tombstone(entry.key, entry.uid, version)
+        of_job = self._of_job.get(job, {}).values()
+        gone = [one for one in of_job if one.kind == kind and one.key not in listed and one.version <= version]
+        self._remove_all(gone, version)
+
+    def _remove_all(self, gone: Collection[Entry], version: int) -> None:
+        """Remove objects of one kind. Which of them are their job's own is decided once: they may be thousands."""
+        for job in {entry.job_id for entry in gone}:
+            self._own(job)
+        for entry in gone:
+            belonged = entry.uid in self._owned.get(entry.job_id, ())
+            self._tombstone(entry.key, entry.uid, version, belonged=belonged)
 
     def _entry(self, key: Key, uid: str, version: int, raw: Raw, parsed: JobView | None) -> Entry:
         kind, namespace, name = key
@@ -347,7 +371,10 @@ class Store:
         of_job = JobKey(namespace, job)
         return Entry(kind, namespace, name, uid, version, of_job, job_uid, view, self._clock(), owner, deleting)
 
-    def _tombstone(self, key: Key, uid: str, version: int, last: PodView | None = None) -> Entry | None:
+    def _tombstone(
+        self, key: Key, uid: str, version: int, last: PodView | None = None, belonged: bool | None = None
+    ) -> Entry | None:
+        """Remove an object for good. `belonged`: True if it was its job's own; None: not decided yet."""
         now = self._clock()
         while self._tombstones:
             oldest = next(iter(self._tombstones))
@@ -359,7 +386,8 @@ class Store:
         known = self._entries.get(key)
         if known is None or known.uid != uid or known.version > self._tombstones[uid][0]:
             return None
-        belonged = self.belongs(known)
+        if belonged is None:
+            belonged = self.belongs(known)
         self._drop(known)
         if belonged:
             self._retain_last_state(known, last)
@@ -390,6 +418,11 @@ class Store:
         del of_job[entry.key]
         if not of_job:
             del self._of_job[entry.job_id]
+        if isinstance(entry.view, ChildView):
+            children = self._children[entry.job_id]
+            del children[entry.key]
+            if not children:
+                del self._children[entry.job_id]
         uids = self._uids[entry.job]
         uids[entry.job_uid] -= 1
         if not uids[entry.job_uid]:
