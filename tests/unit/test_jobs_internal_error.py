@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -86,6 +85,12 @@ def test_ended_job_stays_as_it_is():
     through(world, 4)
     assert world.phase == "Succeeded"
     assert after(world, 9) == Decision(world.job().status)
+
+
+def test_job_of_another_manager_stays_as_it_is():
+    world = World()
+    world.edit(managedBy="kueue.x-k8s.io/multikueue")
+    assert after(world, 9, NOTHING) == Decision(world.job().status)
 
 
 class StatusesOnly:

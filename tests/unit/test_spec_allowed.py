@@ -54,6 +54,18 @@ def volume(source: dict[str, Any]) -> dict[str, Any]:
     return {"template": {"volumes": [{"name": "v", **source}]}}
 
 
+DURING = "DuringSchedulingIgnoredDuringExecution"
+ON_ONE_NODE = {"labelSelector": {"matchLabels": {"app": "x"}}, "topologyKey": "kubernetes.io/hostname"}
+
+
+def avoiding(**term: Any) -> dict[str, Any]:
+    return {"template": {"affinity": {"podAntiAffinity": {f"required{DURING}": [{**ON_ONE_NODE, **term}]}}}}
+
+
+def tolerating(**toleration: Any) -> dict[str, Any]:
+    return {"template": {"tolerations": [toleration]}}
+
+
 def ephemeral(size: str) -> dict[str, Any]:
     claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
     return volume({"ephemeral": {"volumeClaimTemplate": {"spec": claim}}})
@@ -187,6 +199,22 @@ STRICT: dict[str, tuple[dict[str, Any], str]] = {
         volume({"csi": {"driver": "secrets-store.csi.k8s.io"}}), "spec.template.volumes[0].csi.driver",
     ),
     "a Gateway": (routed("infra/public"), "spec.endpoint.traffic.gateway"),
+    "nodes kept from all": (tolerating(operator="Exists"), "spec.template.tolerations[0].operator"),
+    "nodes that are broken": (tolerating(operator="Exists", effect="NoExecute"), "spec.template.tolerations[0].operator"),
+    "nodes by an empty key": (tolerating(operator="Exists", key=""), "spec.template.tolerations[0].operator"),
+    "no node beside pods of any namespace": (
+        avoiding(namespaceSelector={}),
+        f"spec.template.affinity.podAntiAffinity.required{DURING}[0].namespaceSelector",
+    ),
+    "no node beside pods of another namespace": (
+        avoiding(namespaces=["others"]), f"spec.template.affinity.podAntiAffinity.required{DURING}[0].namespaces",
+    ),
+    "a node beside pods of others, if there is one": (
+        {"template": {"affinity": {"podAffinity": {f"preferred{DURING}": [
+            {"weight": 1, "podAffinityTerm": {**ON_ONE_NODE, "namespaceSelector": {"matchLabels": {"a": "b"}}}}
+        ]}}}},
+        f"spec.template.affinity.podAffinity.preferred{DURING}[0].podAffinityTerm.namespaceSelector",
+    ),
 }  # fmt: skip
 
 
@@ -204,6 +232,8 @@ def test_strict_profile_allows_the_needs_of_training() -> None:
             "env": [{"name": "NCCL_DEBUG", "value": "INFO"}],
             "volumes": [{"name": "v", "emptyDir": {}}],
             "volumeMounts": [{"name": "v", "mountPath": path} for path in ("/mnt/a/b", "//data", "/scratch/")],
+            **tolerating(key="nvidia.com/gpu", operator="Exists")["template"],
+            **avoiding(namespaces=[])["template"],
         },
     }
     assert paths(job(**spec), settings(profile="strict")) == []
@@ -290,3 +320,20 @@ def test_no_value_of_a_credential_is_repeated() -> None:
     (problem,) = validate_job(job(**env("DB_PASSWORD", "correct horse")))[1]
     assert problem.value == HIDDEN
     assert "correct horse" not in json.dumps([problem.rule, problem.hint])
+
+
+def test_strict_profile_says_how_to_schedule_within_the_namespace() -> None:
+    spec = {"template": {**tolerating(operator="Exists")["template"], **avoiding(namespaceSelector={})["template"]}}
+    problems = validate_job(job(**spec), settings(profile="strict"))[1]
+    assert [(one.value, one.rule, one.hint) for one in problems] == [
+        (
+            '"Exists"',
+            "tolerates every taint without a key, also of control planes, which the settings do not allow",
+            "name the key of the taint",
+        ),
+        (
+            "an object with 0 fields",
+            "is about pods of other namespaces, which the settings do not allow",
+            "leave it out: the term is then about the job's own namespace",
+        ),
+    ]

@@ -50,6 +50,8 @@ def allowed_problems(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Prob
         if name.startswith(SYSTEM_PRIORITY):
             rule = "is reserved for Kubernetes system components; it would preempt other pods"
             yield _refused(path, rule, "use another priority class, or leave it out", name)
+    if allow.profile == "strict":
+        yield from _beyond_the_namespace(spec)
     yield from _sizes(spec, settings)
 
 
@@ -61,6 +63,28 @@ def _service_accounts(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
 def _priority_classes(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
     if spec.run_policy.priority_class_name is not None:
         yield ("runPolicy", "priorityClassName"), spec.run_policy.priority_class_name
+
+
+def _beyond_the_namespace(spec: FineTuneJobSpec) -> Iterator[Problem]:
+    """Yield the problems of scheduling that keeps the nodes of others from them, or takes those kept for others."""
+    for index, toleration in enumerate(spec.template.tolerations):
+        if toleration.get("operator") == "Exists" and not toleration.get("key"):
+            path: Path = ("template", "tolerations", index, "operator")
+            rule = "tolerates every taint without a key, also of control planes, which the settings do not allow"
+            yield _refused(path, rule, "name the key of the taint", "Exists")
+    during = "DuringSchedulingIgnoredDuringExecution"
+    for kind in ("podAffinity", "podAntiAffinity"):
+        for terms, inside in ((f"required{during}", ()), (f"preferred{during}", ("podAffinityTerm",))):
+            found = value_at(spec.template.affinity, (kind, terms))
+            for index, term in enumerate(found if isinstance(found, list) else ()):
+                for field in ("namespaces", "namespaceSelector"):
+                    value = value_at(term, (*inside, field))
+                    if value is not None and value != []:
+                        path = ("template", "affinity", kind, terms, index, *inside, field)
+                        rule = "is about pods of other namespaces, which the settings do not allow"
+                        yield _refused(
+                            path, rule, "leave it out: the term is then about the job's own namespace", value
+                        )
 
 
 def _gateways(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:

@@ -70,7 +70,8 @@ class Allow(SpecModel):
         description="Defaults of the lists below. open: allow everything, for namespaces whose users may create pods "
         "anyway. strict: allow the service account default, Secrets named finetune-*, no CSI drivers, "
         "tokens, priority classes, annotations or Gateways, only variables that name no other code or server, and "
-        "volumes at /data, /mnt, /scratch and below. Defaults to open.",
+        "volumes at /data, /mnt, /scratch and below; refuse tolerations without a key, and affinities to pods of other "
+        "namespaces. Defaults to open.",
     )
     service_accounts: Globs | None = Field(
         default=None, description="Globs of service accounts that a job may use. Defaults to those of the profile."
