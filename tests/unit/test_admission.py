@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from finetune_operator.controller.servers.webhook import Reviewing, answered, with_authority
-from finetune_operator.jobs.admission import JOBS, NoReviewError
+from finetune_operator.jobs.admission import JOBS, NoReviewError, read_review
 from finetune_operator.jobs.observed import job_view
 from finetune_operator.jobs.state.decision_types import JobView
 from finetune_operator.spec.launcher_rows import LauncherName
@@ -49,7 +49,7 @@ def review(wanted: dict[str, Any] | None, **more: Any) -> bytes:
 
 def answer(body: bytes, settings: Settings, jobs: Sequence[JobView], served: Sequence[LauncherName] = ()) -> Any:
     """Return the answer of our handler of admission, which kopf calls."""
-    return answered(answering(settings), body, Reviewing(jobs, served))
+    return answered(answering(settings), read_review(body), Reviewing(jobs, served))
 
 
 def response_of(*arguments: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import pytest
 from finetune_operator.controller.reconcile import plan_process
 from finetune_operator.controller.reconcile.plan_process import Limits
 from finetune_operator.controller.reconcile.planner import Answer, Planner
-from finetune_operator.controller.store.fair_queue import FairAsyncQueue, FairQueue, TooManyWaitError, Turns
+from finetune_operator.controller.store.fair_queue import FairAsyncQueue, FairQueue
 from finetune_operator.controller.store.queue import JobKey
 from finetune_operator.jobs.decide.decide import PLANNING, decide
 from finetune_operator.jobs.outcomes.status import condition
@@ -131,31 +131,6 @@ def test_asynchronous_queue_is_as_fair_and_can_be_joined():
         return taken
 
     assert asyncio.run(work()) == ["a", "c", "b"]
-
-
-def test_turns_are_one_of_each_namespace_and_survive_those_who_give_up():
-    async def work() -> list[str]:
-        turns, begun = Turns(2, most_waiting=3), list[str]()
-
-        async def hold(namespace: str, name: str) -> None:
-            async with turns.turn(namespace):
-                begun.append(name)
-                await asyncio.sleep(0.01)
-
-        waiting = [asyncio.create_task(hold("flood", f"flood {number}")) for number in range(3)]
-        await asyncio.sleep(0)
-        assert (begun, turns.asked("flood"), turns.runs("flood")) == (["flood 0"], 3, True)
-        waiting[1].cancel()
-        waiting += [asyncio.create_task(hold("honest", f"honest {number}")) for number in range(2)]
-        waiting += [asyncio.create_task(hold("flood", f"flood {number}")) for number in range(3, 6)]
-        results = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [type(one) for one in results if one is not None] == [asyncio.CancelledError, TooManyWaitError]
-        assert turns.asked("flood") == turns.asked("honest") == 0
-        return begun
-
-    begun = asyncio.run(work())
-    assert begun[:3] == ["flood 0", "honest 0", "flood 2"]
-    assert sorted(begun) == ["flood 0", "flood 2", "flood 3", "flood 4", "honest 0", "honest 1"]
 
 
 class Planning:

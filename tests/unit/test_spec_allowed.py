@@ -200,7 +200,7 @@ STRICT: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a Gateway": (routed("infra/public"), "spec.endpoint.traffic.gateway"),
     "nodes kept from all": (tolerating(operator="Exists"), "spec.template.tolerations[0].operator"),
-    "nodes that are broken": (tolerating(operator="Exists", effect="NoExecute"), "spec.template.tolerations[0].operator"),
+    "broken nodes": (tolerating(operator="Exists", effect="NoExecute"), "spec.template.tolerations[0].operator"),
     "nodes by an empty key": (tolerating(operator="Exists", key=""), "spec.template.tolerations[0].operator"),
     "no node beside pods of any namespace": (
         avoiding(namespaceSelector={}),

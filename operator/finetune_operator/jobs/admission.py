@@ -97,19 +97,38 @@ class Request:
     old_object: dict[str, JsonValue] | None = None
 
 
+def request_of(review: Mapping[str, Any]) -> Request:
+    """Return the change that a review is about; `review`: as `read_review` returns it."""
+    request = review["request"]
+    namespace, name = request.get("namespace") or "", request.get("name") or ""
+    return Request(request["operation"], namespace, name, request.get("object"), request.get("oldObject"))
+
+
+def answer_to(review: Mapping[str, Any], status: dict[str, JsonValue] | None) -> dict[str, Any]:
+    """Return the answer that allows a change, or refuses it with a Status."""
+    response = {"uid": review["request"]["uid"], "allowed": status is None, **({"status": status} if status else {})}
+    return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
+
+
+def needs_validation(request: Request) -> bool:
+    """Return whether a change is one of the job's work. A job that was stored under other settings can still be
+    labelled, suspended, given more time, and deleted.
+    """
+    document, before = request.object, request.old_object
+    if document is None or request.operation not in ("CREATE", "UPDATE") or _is_being_deleted(document):
+        return False
+    return before is None or _work(before) != _work(document)
+
+
 def judge(
     request: Request, settings: Settings, jobs: Iterable[JobView], served: Collection[LauncherName] = ()
 ) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
     """Return the problems of a job that may not be stored, and warnings about one that may. `jobs` are all known ones;
     `served` empty: it is not known which launchers the cluster has.
     """
-    document = request.object
-    if document is None or request.operation not in ("CREATE", "UPDATE") or _is_being_deleted(document):
+    if request.object is None or not needs_validation(request):
         return (), ()
-    # A job that was stored under other settings can still be labelled, suspended, given more time, and deleted.
-    if request.old_object is not None and _work(request.old_object) == _work(document):
-        return (), ()
-    job, problems = validate_job(document, settings)
+    job, problems = validate_job(request.object, settings)
     if job is None:
         return tuple(problems), ()
     spec = job.spec

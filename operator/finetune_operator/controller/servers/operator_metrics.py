@@ -383,8 +383,8 @@ class Metrics:
         self._reviews = made.counter(
             "finetune_webhook_reviews",
             "Admission reviews of jobs, by outcome; failed: an invalid review, or a client without a permitted "
-            "certificate.",
-            outcome=("allowed", "refused", "failed"),
+            "certificate; late: not answered in time, so that failurePolicy decides.",
+            outcome=("allowed", "refused", "failed", "late"),
         )
         self._posts = made.counter(
             "finetune_progress_posts", "Progress reports by the status code of the answer.", code=POST_CODES

@@ -32,7 +32,8 @@ from finetune_operator.controller.servers.certificates import valid_until
 from finetune_operator.controller.servers.listener import LOG_INTERVAL_SECONDS, Bounds
 from finetune_operator.controller.servers.request_bodies import Bodies, BodyError
 from finetune_operator.controller.servers.sites import Site
-from finetune_operator.jobs.admission import NoReviewError, read_review
+from finetune_operator.controller.store.fair_queue import TooManyWaitError, Turns
+from finetune_operator.jobs.admission import NoReviewError, answer_to, needs_validation, read_review, request_of
 from finetune_operator.jobs.render.render_types import Manifest
 from finetune_operator.jobs.state.decision_types import JobView
 from finetune_operator.kubernetes_api.errors import ConflictError, NotFoundError
@@ -49,7 +50,16 @@ that.
 BODY_SECONDS = 10.0
 BOUNDS = Bounds(connections=64, seconds=60.0)
 AT_ONCE = 2
-"""Maximum number of reviews that are answered at the same time, each in a thread."""
+"""Maximum number of reviews that are answered at the same time, each in a thread and of another namespace."""
+MOST_WAITING = 16
+"""Reviews of one namespace that wait; a review takes 0.3 s at most."""
+TIMEOUT_SECONDS = 5.0
+"""The chart's `webhook.timeoutSeconds`, for a client that does not say how long it waits."""
+MARGIN_SECONDS = 1.0
+"""Part of the API server's timeout that is left for the way of the answer."""
+RETRY_SECONDS = 2
+"""Seconds after which a client may try again."""
+_TIMEOUT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)s")
 AUTHORITIES = 2
 """Authorities in a configuration: while certificates change, replicas may still show one that the last one signed."""
 LOOK_AGAIN_SECONDS = 60.0
@@ -114,7 +124,8 @@ class WebhookServer:
         counted: Callable[[str], None] = lambda outcome: None,
         client_names: Collection[str] = (),
     ) -> None:
-        """`counted` is called with each answer: `allowed`, `refused`, or `failed` for a request that is no review.
+        """`counted` is called with each answer: `allowed`, `refused`, `late` for a review that waited too long behind
+        others, or `failed` for a request that is no review.
         `client_names`: common names of certificates whose owners may ask; empty: all that `tls` lets in.
         """
         self._client_names = client_names
@@ -125,7 +136,7 @@ class WebhookServer:
         self._counted = counted
         self._site: Site | None = None
         self._bodies = Bodies(BODY_LIMIT_BYTES, BODY_SECONDS)
-        self._at_once = asyncio.Semaphore(AT_ONCE)
+        self._turns = Turns(AT_ONCE, MOST_WAITING)
         self._refusal_logged_at = float("-inf")
 
     async def start(self, host: str | None, port: int) -> int:
@@ -176,28 +187,80 @@ class WebhookServer:
             self._client_refused("its certificate has none of the permitted names")
             message = "the client's certificate is not permitted here"
             return web.json_response({"message": message}, status=HTTPStatus.FORBIDDEN)
+        until = asyncio.get_running_loop().time() + limit_seconds(request.query.get("timeout", ""))
         try:
-            body, served = await self._bodies.read(request), await self._world.served()
-            answer = await asyncio.shield(self.answer)
-            async with self._at_once:
-                reviewing = Reviewing(tuple(self._world.jobs()), served)
-                review = await asyncio.to_thread(answered, answer, body, reviewing)
+            body = await self._bodies.read(request)
+            review = await self._answered_until(until, await asyncio.to_thread(read_review, body))
         except (NoReviewError, BodyError) as error:
             self._counted("failed")
             status = error.status if isinstance(error, BodyError) else HTTPStatus.BAD_REQUEST
             return web.json_response({"message": str(error)}, status=status)
+        if review is None:
+            self._counted("late")
+            message = "others keep the operator from answering in time"
+            return web.json_response({"message": message}, status=HTTPStatus.SERVICE_UNAVAILABLE)
         if self._site is not None:
             # The API server keeps its connections for many reviews.
             self._site.renew(request.transport)
         self._counted("allowed" if review["response"]["allowed"] else "refused")
         return web.json_response(review)
 
+    async def _answered_until(self, until: float, review: dict[str, Any]) -> Any:
+        """Return the answer; None if others alone are the reason that there is none in time, so that failurePolicy
+        decides. A namespace that asks for more than can be answered is told so: nothing that it stores this way is
+        stored without a check.
+        """
+        namespace = str(review["request"].get("namespace") or "")
+        task = asyncio.create_task(self._answered(namespace, review))
+        try:
+            done, _ = await asyncio.wait([task], timeout=max(0.0, until - asyncio.get_running_loop().time()))
+            if done and not isinstance(task.exception(), TooManyWaitError):
+                return task.result()
+            alone = self._turns.asked(namespace) <= 1 and not self._turns.runs(namespace)
+        finally:
+            task.cancel()
+        if not needs_validation(request_of(review)):
+            return answer_to(review, None)
+        return None if alone else answer_to(review, _too_many(namespace))
 
-def answered(answer: Answer, body: bytes, reviewing: Reviewing) -> Any:
+    async def _answered(self, namespace: str, review: dict[str, Any]) -> Any:
+        """Return the answer once it is the namespace's turn. NoReviewError, TooManyWaitError."""
+        served = await self._world.served()
+        answer = await asyncio.shield(self.answer)
+        await self._turns.take(namespace)
+        reviewing = Reviewing(tuple(self._world.jobs()), served)
+        work = asyncio.create_task(asyncio.to_thread(answered, answer, review, reviewing))
+        # A thread goes on to its end, also if nobody waits for its answer any more.
+        work.add_done_callback(lambda work: self._over(namespace, work))
+        return await asyncio.shield(work)
+
+    def _over(self, namespace: str, work: asyncio.Task[Any]) -> None:
+        self._turns.give_back(namespace)
+        if not work.cancelled() and (error := work.exception()) is not None:
+            log.debug("a review has failed: %s", error)
+
+
+def limit_seconds(timeout: str) -> float:
+    """Return how long an answer may take: the API server's timeout, which it sends as `4.9s`, less a margin."""
+    match = _TIMEOUT.fullmatch(timeout)
+    seconds = float(match[1]) if match else TIMEOUT_SECONDS
+    return max(seconds / 2, seconds - MARGIN_SECONDS)
+
+
+def _too_many(namespace: str) -> dict[str, JsonValue]:
+    return {
+        "code": HTTPStatus.TOO_MANY_REQUESTS.value,
+        "reason": "TooManyRequests",
+        "message": f"the operator could not check this job in time, as namespace {namespace} changes many or large "
+        "jobs at once; try again",
+        "details": {"retryAfterSeconds": RETRY_SECONDS},
+    }
+
+
+def answered(answer: Answer, review: dict[str, Any], reviewing: Reviewing) -> Any:
     """Return the answer, in a thread with its own event loop: kopf compares both objects of a review, which takes long
     for large ones. NoReviewError; RuntimeError for a bug, so that failurePolicy decides.
     """
-    review = read_review(body)
     REVIEWING.set(reviewing)
     reviewed = asyncio.run(_awaited(answer(review)))
     status = reviewed["response"].get("status", {})
