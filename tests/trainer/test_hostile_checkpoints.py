@@ -257,6 +257,33 @@ def test_a_job_that_signs_does_not_train_without_a_good_key(environment: dict[st
     assert (error.value.failure_class, error.value.reason) == (FailureClass.CONFIG, reason)
 
 
+# ---------------------------------------------------------------------------------------------------------- resumption
+
+
+def test_code_in_the_files_of_a_resumed_run_does_not_run(bench, tmp_path: Path):
+    import torch
+
+    schedule, marker = CheckpointSchedule(every_steps=1, keep=3), tmp_path / "it ran"
+    run = bench.at(tmp_path / "w").with_training(max_steps=2, checkpoints=schedule)
+    ended = run.run()
+    assert ended.exit_code == 0, ended.output
+    (run.paths.state / "train.json").unlink()
+    shutil.rmtree(run.paths.checkpoints / "step-2")
+    folder = run.paths.checkpoints / "step-1"
+    pickled = sorted(path for path in folder.rglob("*.pt"))
+    assert [path.name for path in pickled] == ["random-0.pt", "scheduler.pt"]
+    for path in pickled:
+        written = path.read_bytes()
+        torch.save(Marks(marker), path, _use_new_zipfile_serialization=False)
+        forge_manifest(folder)
+        failure = run.run().first_failure.failure
+        assert (failure.failure_class, failure.reason) == (FailureClass.CHECKPOINT, "CheckpointHoldsCode"), path
+        path.write_bytes(written)
+        assert not marker.exists()
+    forge_manifest(folder)
+    assert run.run().exit_code == 0
+
+
 # ---------------------------------------------------------------------------------------------------------- DeepSpeed
 
 

@@ -221,11 +221,11 @@ def test_index_entry_that_is_no_tensor_is_refused(tmp_path: Path):
         stage_state(state_of(), {"groups": [object()]}, copied=False)
 
 
-def changed_index(part: Any, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the index, and make the manifest match, as somebody without the key can."""
+def changed_index(part: Any, change: Callable[[dict[str, Any]], None], of: str | None = "weights/a") -> None:
+    """Change the index, or that tensor in it, and make the manifest match, as somebody without the key can."""
     path = part.folder / INDEX
     content = json.loads(path.read_text(encoding="utf-8"))
-    change(content["tensors"]["weights/a"])
+    change(content if of is None else content["tensors"][of])
     path.write_text(json.dumps(content), encoding="utf-8")
     part.checkpoint.manifest.files["state/index.json"] = entries_of(part.folder)["index.json"]
 
@@ -277,6 +277,61 @@ def test_an_index_that_leads_elsewhere_or_lies_is_refused(
     changed_index(part, change)
     with pytest.raises(StageError, match=named) as error:
         read_state(part, read_index(part), {"weights/a": torch.zeros(7, 5)})
+    assert error.value.failure_class is FailureClass.CHECKPOINT
+
+
+def claims_a_terabyte(content: dict[str, Any]) -> None:
+    content["tensors"]["optimizer/step/a"]["shape"] = [1 << 38]
+
+
+def claims_many_small_tensors(content: dict[str, Any]) -> None:
+    small = {**content["tensors"]["optimizer/step/a"], "shape": [1_000]}
+    content["tensors"] |= {f"optimizer/{number}/a": small for number in range(1_000)}
+
+
+def has_a_negative_size(content: dict[str, Any]) -> None:
+    content["tensors"]["optimizer/step/a"]["shape"] = [-1, -1]
+
+
+def has_too_many_dimensions(content: dict[str, Any]) -> None:
+    content["tensors"]["optimizer/step/a"]["shape"] = [1] * 100_000
+
+
+def lacks_the_settings(content: dict[str, Any]) -> None:
+    content["rest"] = {}
+
+
+def has_groups_of_other_weights(content: dict[str, Any]) -> None:
+    content["rest"]["groups"] = [{"params": ["b"]}]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (claims_a_terabyte, r"lists tensors of 1,099,511,628,\d{3} bytes, and all files have 1,\d{3}\."),
+        (claims_many_small_tensors, "lists tensors of 4,000,"),
+        (has_a_negative_size, "cannot be read"),
+        (has_too_many_dimensions, "cannot be read"),
+        (lacks_the_settings, "has settings that the optimizer cannot load: KeyError: 'numbers'"),
+        (has_groups_of_other_weights, "has settings that the optimizer cannot load: KeyError: 'a'"),
+    ],
+)
+def test_forged_optimizer_state_is_refused_before_it_takes_memory(
+    change: Callable[[dict[str, Any]], None], named: str, tmp_path: Path
+):
+    import torch
+
+    from finetune_trainer.strategies.full_state import load_shards
+
+    weight = torch.nn.Parameter(torch.randn(7, 5))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(7, 5)
+    optimizer.step()
+    tensors = {f"optimizer/{key}/a": value for key, value in optimizer.state[weight].items()}
+    part = stored(tmp_path, {"weights/a": weight.detach(), **tensors}).part("state")
+    changed_index(part, change, of=None)
+    with pytest.raises(StageError, match=named) as error:
+        load_shards(optimizer, {"a": weight.detach()}, {"a": weight}, part)
     assert error.value.failure_class is FailureClass.CHECKPOINT
 
 

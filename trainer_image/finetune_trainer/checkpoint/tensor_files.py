@@ -11,7 +11,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,11 @@ from typing import IO, Any
 
 import torch
 
+from finetune_contract.layout import FailureClass
 from finetune_contract.plans import SAVED_PIECE_BYTES
+from finetune_trainer.checkpoint.checkpoints import CheckpointPart
 from finetune_trainer.core.distributed import barrier
+from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.files import FileEntry
 
 _TYPES: Mapping[torch.dtype, str] = {
@@ -120,6 +124,23 @@ def mapped_tensors(path: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return load_file(path)
+
+
+def read_pickled(part: CheckpointPart, path: Path, map_location: Any = "cpu", classes: Sequence[Any] = ()) -> Any:
+    """Return the content of a file of `part` that `torch.save` wrote: tensors, plain values and objects of `classes`.
+    Raise StageError CHECKPOINT if it differs from the manifest or holds anything else; no code in it has run then.
+    """
+    checked = part.checked(path)
+    try:
+        with torch.serialization.safe_globals(list(classes)):
+            return torch.load(checked, map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise StageError(
+            FailureClass.CHECKPOINT,
+            "CheckpointHoldsCode",
+            f"{path} was not read: it holds more than tensors and numbers: {str(error).splitlines()[0]}",
+            "Find out who wrote it. Delete this checkpoint to resume from the previous one.",
+        ) from error
 
 
 def _header(forms: Mapping[str, TensorForm], order: Iterable[str]) -> bytes:

@@ -11,7 +11,6 @@ manifest lists; the rank that reads a file compares its hash first.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -357,22 +356,10 @@ def _reads_data_of(engine: Any, part: CheckpointPart) -> Iterator[None]:
 
 
 def _read(part: CheckpointPart, path: Path, map_location: Any) -> Any:
-    """Return the content of a file that DeepSpeed wrote to `part`. Raise StageError CHECKPOINT if it differs from the
-    manifest or holds anything but data; no code in it has run then.
-    """
-    import torch
+    """Return the content of a file that DeepSpeed wrote to `part`; errors as `read_pickled`."""
+    from finetune_trainer.checkpoint.tensor_files import read_pickled
 
-    checked = part.checked(path)
-    try:
-        with torch.serialization.safe_globals(_plain_classes()):
-            return torch.load(checked, map_location=map_location, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise StageError(
-            FailureClass.CHECKPOINT,
-            "CheckpointHoldsCode",
-            f"{path} was not read: it holds more than tensors and numbers: {str(error).splitlines()[0]}",
-            "Find out who wrote it. Delete this checkpoint to resume from the previous one.",
-        ) from error
+    return read_pickled(part, path, map_location, _plain_classes())
 
 
 def _plain_classes() -> list[Any]:

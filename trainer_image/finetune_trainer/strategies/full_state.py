@@ -164,7 +164,7 @@ def load_shards(
     import torch
 
     from finetune_trainer.strategies.optimizer_state import NamedState, load_named_state
-    from finetune_trainer.strategies.shard_files import read_index, read_state
+    from finetune_trainer.strategies.shard_files import INDEX, read_index, read_state, unreadable
 
     index = read_index(part)
     tensors = {f"{_WEIGHT}{name}": value for name, value in weights.items()}
@@ -178,8 +178,13 @@ def load_shards(
             made = torch.zeros_like(parameter) if divided else torch.zeros(form.shape)
             state[name, key] = tensors[stored] = made.detach().to(form.dtype)
     read_state(part, index, tensors)
-    numbers = {(name, key): value for name, entries in index.rest["numbers"].items() for key, value in entries.items()}
-    load_named_state(optimizer, parameters, NamedState(state, numbers, index.rest["groups"]))
+    try:
+        stored_numbers = index.rest["numbers"].items()
+        numbers = {(name, key): value for name, entries in stored_numbers for key, value in entries.items()}
+        load_named_state(optimizer, parameters, NamedState(state, numbers, index.rest["groups"]))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        why = f"has settings that the optimizer cannot load: {type(error).__name__}: {error}"
+        raise unreadable(part.folder / INDEX, why) from error
 
 
 def _load_gathered(placed: Placed, part: CheckpointPart) -> None:
@@ -191,11 +196,13 @@ def _load_gathered(placed: Placed, part: CheckpointPart) -> None:
         set_optimizer_state_dict,
     )
 
+    from finetune_trainer.checkpoint.tensor_files import read_pickled
+
     weights: dict[str, Any] = {}
     optimizer: dict[str, Any] = {}
     if _is_main():
-        weights = torch.load(part.folder / WEIGHTS, map_location="cpu", weights_only=True)
-        optimizer = torch.load(part.folder / OPTIMIZER, map_location="cpu", weights_only=True)
+        weights = read_pickled(part, part.folder / WEIGHTS)
+        optimizer = read_pickled(part, part.folder / OPTIMIZER)
     barrier()
     everyone = torch.distributed.is_initialized()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=everyone, strict=not placed.adapted)

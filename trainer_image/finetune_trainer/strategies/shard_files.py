@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import ValidationError
+from pydantic import Field, NonNegativeInt
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -62,6 +62,10 @@ INDEX = "index.json"
 """File that lists all tensors of the state, and in which files their parts are."""
 
 
+Extents = Annotated[tuple[NonNegativeInt, ...], Field(max_length=64)]
+"""Indices or sizes of a block, one a dimension; torch has at most 64 dimensions."""
+
+
 class StoredPart(Message):
     """A part of a tensor, a block of it in all its dimensions."""
 
@@ -69,9 +73,9 @@ class StoredPart(Message):
     """Path relative to the index."""
     name: str
     """Name of the part in that file."""
-    offsets: tuple[int, ...]
+    offsets: Extents
     """First index of the part in each dimension of the tensor."""
-    sizes: tuple[int, ...]
+    sizes: Extents
 
 
 class StoredTensor(Message):
@@ -79,7 +83,7 @@ class StoredTensor(Message):
 
     dtype: str
     """safetensors' name of the type."""
-    shape: tuple[int, ...]
+    shape: Extents
     parts: tuple[StoredPart, ...]
 
     @property
@@ -152,15 +156,19 @@ def stage_state(tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any], *,
 
 
 def read_index(part: CheckpointPart) -> StateIndex:
-    """Return the index of the state in that folder. Raise StageError CHECKPOINT if there is none that can be read."""
+    """Return the index of the state in that folder. Raise StageError CHECKPOINT if there is none that can be read, or
+    for tensors larger than the checkpoint's files: readers allocate what the index says.
+    """
     path = part.folder / INDEX
     try:
         index = StateIndex.model_validate_json(part.checked(path).read_bytes())
-        for tensor in index.tensors.values():
-            assert tensor.form.shape == tensor.shape
-        return index
-    except (ValidationError, ValueError, OSError) as error:
-        raise _unreadable(path, "cannot be read") from error
+        size = sum(tensor.form.size for tensor in index.tensors.values())
+    except (ValueError, OSError) as error:
+        raise unreadable(path, "cannot be read") from error
+    stored = sum(entry.size for entry in part.checkpoint.manifest.files.values())
+    if size > stored:
+        raise unreadable(path, f"lists tensors of {size:,} bytes, and all files have {stored:,}")
+    return index
 
 
 def read_state(part: CheckpointPart, index: StateIndex, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -204,14 +212,15 @@ def _checkpointable(tensor: torch.Tensor) -> torch.Tensor:
 def _expect_stored(part: CheckpointPart, index: StateIndex, name: str, shape: tuple[int, ...]) -> None:
     stored = index.tensors.get(name)
     if stored is None:
-        raise _unreadable(part.folder / INDEX, f"lacks {name}")
+        raise unreadable(part.folder / INDEX, f"lacks {name}")
     if stored.shape != shape:
-        raise _unreadable(part.folder / INDEX, f"has {name} in shape {stored.shape}, needed is {shape}")
+        raise unreadable(part.folder / INDEX, f"has {name} in shape {stored.shape}, needed is {shape}")
     if sum(math.prod(piece.sizes) for piece in stored.parts) != math.prod(shape):
-        raise _unreadable(part.folder / INDEX, f"lacks parts of {name}")
+        raise unreadable(part.folder / INDEX, f"lacks parts of {name}")
 
 
-def _unreadable(path: Path, problem: str) -> StageError:
+def unreadable(path: Path, problem: str) -> StageError:
+    """Return the error for a state that cannot be loaded."""
     message = f"The state of the checkpoint is not usable: {path} {problem}."
     return StageError(
         FailureClass.CHECKPOINT, "UnreadableState", message, "Delete this checkpoint to use an older one."
@@ -239,7 +248,7 @@ def _opened(part: CheckpointPart, name: str) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except SafetensorError as error:
-        raise _unreadable(path, f"cannot be read: {error}") from error
+        raise unreadable(path, f"cannot be read: {error}") from error
 
 
 # ------------------------------------------------------------------------------------------------------------- storage
@@ -428,5 +437,5 @@ class _ShardReader(StorageReader):
         else:
             value = file.get_tensor(name)
         if value.shape != target.shape:
-            raise _unreadable(self.part.folder / INDEX, f"has parts of {name} in another shape than their files")
+            raise unreadable(self.part.folder / INDEX, f"has parts of {name} in another shape than their files")
         target.copy_(value)

@@ -20,6 +20,7 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import MOST_SAVING, CheckpointSchedule
 from finetune_trainer.checkpoint.checkpoints import Checkpoint, CheckpointStore, refuse_other_job
 from finetune_trainer.checkpoint.sharded_hashing import ShardedHashing, work_of_rank_0
+from finetune_trainer.checkpoint.tensor_files import read_pickled
 from finetune_trainer.core.distributed import (
     ProcessWorld,
     barrier,
@@ -247,7 +248,7 @@ class RunSaver:
         """Restore the loop and the stopper from the checkpoint that `find` chose, the generators last."""
         folder = self._chosen().folder
         self._strategy.load(loop.placed, self._chosen().part(_STATE))
-        schedule = torch.load(folder / _SCHEDULER, weights_only=True)
+        schedule = read_pickled(self._chosen().part("."), folder / _SCHEDULER)
         loop.engine.schedule.load_state_dict(schedule_of_groups(schedule, len(loop.placed.optimizer.param_groups)))
         self._stopper.restore(json.loads((folder / _STOPPING).read_text(encoding="utf-8")))
         if (folder / _SCALING).exists():
@@ -261,7 +262,7 @@ class RunSaver:
         """
         path = self._chosen().folder / _random_name(self._world.rank)
         if path.exists() and self._chosen().manifest.world_size == self._world.size:
-            set_random_state(torch.load(path, weights_only=True))
+            set_random_state(read_pickled(self._chosen().part("."), path))
         else:
             torch.manual_seed(self._seed + 1_000_003 * self.first_step + self._data_rank)
 

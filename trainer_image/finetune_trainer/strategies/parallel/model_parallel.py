@@ -20,7 +20,7 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.report import TimePart
 from finetune_contract.trainer_job import Training
 from finetune_trainer.checkpoint.checkpoints import CheckpointPart
-from finetune_trainer.checkpoint.tensor_files import TensorForm, storage_order, write_gathered
+from finetune_trainer.checkpoint.tensor_files import TensorForm, read_pickled, storage_order, write_gathered
 from finetune_trainer.core.distributed import barrier, patiently_gathered
 from finetune_trainer.core.failures import StageError
 from finetune_trainer.core.files import FileEntry
@@ -405,8 +405,8 @@ class ModelParallel(FullState):
         weights: dict[str, Any] = {}
         optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
         if distributed.get_rank() == 0:
-            weights = torch.load(part.folder / WEIGHTS, map_location="cpu", weights_only=True)
-            optimizer = torch.load(part.folder / OPTIMIZER, map_location="cpu", weights_only=True)
+            weights = read_pickled(part, part.folder / WEIGHTS)
+            optimizer = read_pickled(part, part.folder / OPTIMIZER)
         barrier()
         held = placed.model.state_dict()
         with torch.no_grad():
