@@ -20,6 +20,7 @@ from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.failures import StageError, chain
 from finetune_trainer.core.uris import Uri, hub_name, local_path, package_path
 from finetune_trainer.models.hub_revisions import commit_of
+from finetune_trainer.models.tokenizer_limits import is_panic, refuse_bomb
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -191,8 +192,16 @@ def load_tokenizer(job: TrainerJob) -> PreTrainedTokenizerBase:
         if job.task in _OF_WORDS and getattr(tokenizer, "add_prefix_space", None) is False:
             # These tasks pass words one by one, and byte-level tokenizers recognise a word by the space before it.
             tokenizer = AutoTokenizer.from_pretrained(name, add_prefix_space=True, **kwargs)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise load_error(job.model, error, part="tokenizer") from error
+        if not isinstance(tokenizer.model_max_length, int | float):
+            raise TypeError(f"its model_max_length is {tokenizer.model_max_length!r}, and must be a number")
+        if tokenizer.is_fast:
+            refuse_bomb(tokenizer.backend_tokenizer)
+    except BaseException as error:
+        # The Rust library raises Exception itself for files that it cannot read.
+        known = isinstance(error, OSError | ValueError | KeyError | TypeError | RecursionError)
+        if known or type(error) is Exception or is_panic(error):
+            raise load_error(job.model, error, part="tokenizer") from error
+        raise
     _prepend_space(tokenizer)
     if not len(tokenizer):
         raise load_error(job.model, ValueError("it has an empty vocabulary"), part="tokenizer")

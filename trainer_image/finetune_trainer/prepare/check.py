@@ -41,6 +41,7 @@ from finetune_trainer.models.loading import (
     truncation_length,
     window_stride,
 )
+from finetune_trainer.models.tokenizer_limits import is_panic, refuse_bomb, tokenizer_panics_named
 from finetune_trainer.prepare.data_notes import repeated_notes, row_hashes, unread_note
 from finetune_trainer.prepare.prepare import Part, parts_of, predict_part, shape_columns, split_validation
 from finetune_trainer.tasks.conversations import BESIDE, ConversationError, messages_of
@@ -204,8 +205,11 @@ def _tokenizer(file: Path) -> Tokenizer | None:
 
     try:
         made = Tokenizer.from_file(str(file))
-    except Exception:  # the library raises nothing narrower; prepare reports files that it cannot read
-        return None
+        refuse_bomb(made)
+    except BaseException as error:  # the library raises nothing narrower; prepare reports files that it cannot read
+        if isinstance(error, Exception) or is_panic(error):
+            return None
+        raise
     made.no_truncation()
     made.no_padding()
     return made
@@ -420,7 +424,9 @@ def _token_ids(table: pa.Table, columns: Sequence[str], model: _Model | None) ->
     some = table.take(list(index))
     texts = [[" ".join(_texts(value)) for value in _values(some[name])] for name in columns]
     pairs = texts[0] if len(texts) == 1 else list(zip(*texts, strict=True))
-    return {row: encoding.ids for row, encoding in zip(index, model.tokenizer.encode_batch(pairs), strict=True)}
+    with suppress(StageError), tokenizer_panics_named():  # prepare reports it
+        return {row: encoding.ids for row, encoding in zip(index, model.tokenizer.encode_batch(pairs), strict=True)}
+    return {}
 
 
 def _refuse_unknown_tokens(ids: Mapping[int, Sequence[int]], model: _Model | None) -> None:

@@ -28,6 +28,7 @@ from finetune_trainer.data.file_formats import python_values
 from finetune_trainer.data.packing import packed
 from finetune_trainer.data.prepared import POSITION, ROW, FeatureBatch, FeatureSet, shard_name, write_tables
 from finetune_trainer.models.loading import load_config, load_tokenizer, tokenizer_embedded, tokens_error
+from finetune_trainer.models.tokenizer_limits import tokenizer_panics_named
 from finetune_trainer.tasks.task_protocol import Coding, Encoded, TaskParts
 from finetune_trainer.tasks.task_registry import task_of
 
@@ -182,7 +183,8 @@ class Encoder:
 
     def _encoded(self, rows: pa.Table, inputs: Mapping[str, str], targets: NDArray[Any] | None) -> Encoded:
         given = {role: python_values(rows[name]) for role, name in inputs.items() if name in rows.column_names}
-        return self.task.encoding.encode(given, targets, self.coding)
+        with tokenizer_panics_named():
+            return self.task.encoding.encode(given, targets, self.coding)
 
     def _readable(self, batch: FeatureBatch, *, whole: bool) -> FeatureBatch:
         """Return the batch; raise StageError MODEL `TokensWithoutEmbedding` for a token that the model cannot read.

@@ -95,7 +95,7 @@ class Batcher:
         self._writing = 0
         self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
         self.ready = False
-        self.failed: Exception | None = None
+        self.failed: BaseException | None = None
 
     def start(self) -> None:
         """Load the model and warm up, then accept requests."""
@@ -137,7 +137,7 @@ class Batcher:
             self._engine.open()
             self._metrics.describe({name: model.revision for name, model in self._engine.models.items()})
             self._token_seconds = self._engine.warm_up()
-        except Exception as error:  # on any error the server must end and report it
+        except BaseException as error:  # on any error the server must end and report it
             self.failed = error
             return
         self.ready = True
@@ -165,7 +165,7 @@ class Batcher:
         for tickets in alike.values():
             try:
                 self._encode(tickets)
-            except Exception as error:
+            except BaseException as error:  # a panic of the tokenizer is no Exception, and must not end the thread
                 for ticket in tickets if len(tickets) > 1 else ():
                     self._take([ticket])
                 if len(tickets) == 1:
@@ -246,7 +246,7 @@ class Batcher:
             answers = self._engine.answer(batch[0][0].form, rows, *given)
             if self._stop:
                 raise RequestError(503, "The server has stopped.")
-        except Exception as error:
+        except BaseException as error:  # as in `_take`
             refusal = _refusal(error)
             self._settle([(ticket, refusal) for ticket in tickets])
             return
@@ -296,7 +296,7 @@ class Batcher:
         fresh[0][0].done.get_loop().call_soon_threadsafe(notify)
 
 
-def _refusal(error: Exception) -> RequestError:
+def _refusal(error: BaseException) -> RequestError:
     if isinstance(error, RequestError):
         return error
     if isinstance(error, StageError):
