@@ -23,7 +23,7 @@ from finetune_contract.report import Progress, TrainerReport
 from finetune_operator.extras.ui.pages import Pages
 from finetune_operator.extras.ui.ui_jobs import ClusterJobs
 from finetune_operator.extras.ui.ui_runs import Workspace
-from finetune_operator.extras.ui.ui_server import Server
+from finetune_operator.extras.ui.ui_server import LIFE_SECONDS, Server
 from finetune_operator.jobs.render.contract import JOB_FILE, files
 from finetune_operator.jobs.render.render_types import JOB_LABEL, UID_LABEL
 from finetune_operator.plan.plan import plan
@@ -130,9 +130,9 @@ class Client:
 
 
 @contextmanager
-def serving(workspace: Path, jobs: ClusterJobs | None = None) -> Iterator[Client]:
+def serving(workspace: Path, jobs: ClusterJobs | None = None, life_seconds: float = LIFE_SECONDS) -> Iterator[Client]:
     """Run a server over the workspace during the `with` block."""
-    with Server(Pages(Workspace(workspace), jobs), 0) as server:
+    with Server(Pages(Workspace(workspace), jobs), 0, life_seconds) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
         try:

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from html import unescape
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -25,10 +26,11 @@ from finetune_operator.extras.ui.reading import Content
 from finetune_operator.extras.ui.request_checks import Keys
 from finetune_operator.extras.ui.run_reading import readable_lines
 from finetune_operator.extras.ui.ui_runs import Workspace
-from finetune_operator.extras.ui.ui_server import Server
+from finetune_operator.extras.ui.ui_server import MOST_CONNECTIONS, Server
 from process_support import http_fuzz
 from suite_plugins.fuzz import examples
 from suite_plugins.patience import patient
+from suite_plugins.waiting import wait_until
 from ui_support import Client, history_lines, serving, write_run
 
 
@@ -477,6 +479,39 @@ def test_a_workspace_that_is_not_there_is_an_empty_list_and_stays_away(tmp_path:
     with serving(tmp_path / "runs") as client:
         assert "There are no runs in" in text_of(client.page())
     assert not (tmp_path / "runs").exists()
+
+
+def ended(connection: socket.socket) -> bool:
+    """Wait until the server ends the connection."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def takes_a_byte(connection: socket.socket) -> bool:
+    """Send a byte; return whether the server still takes them."""
+    try:
+        return connection.send(b"a") == 1
+    except OSError:
+        return False
+
+
+def test_slow_connections_end_and_keep_nobody_out(tmp_path: Path) -> None:
+    with serving(tmp_path, life_seconds=3.0) as client, ExitStack() as held:
+        address = ("127.0.0.1", client.server.port)
+        slow = [
+            held.enter_context(socket.create_connection(address, timeout=patient(30)))
+            for _ in range(MOST_CONNECTIONS + 20)
+        ]
+        for connection in slow:
+            connection.send(b"GET / HTTP/1.1\r\nX: ")
+        assert "There are no runs in" in text_of(client.page())
+        # The first make room for others; the rest end when their time is up, also one that sends on.
+        assert all(map(ended, slow[:20]))
+        wait_until(lambda: not takes_a_byte(slow[-1]), "a connection that sends on is ended")
+        assert all(map(ended, slow[20:-1]))
+        assert "There are no runs in" in text_of(client.page())
 
 
 # ------------------------------------------------------------------------------------------------------------ command

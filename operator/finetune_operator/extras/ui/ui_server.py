@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from os import fsdecode
+from socket import SHUT_RDWR, socket
 from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote_to_bytes, urlencode, urlsplit
@@ -25,8 +28,12 @@ from finetune_operator.extras.ui.pages import Page, Pages
 from finetune_operator.extras.ui.request_checks import Keys, cookie_name, refusal
 
 ADDRESS = "127.0.0.1"
-IDLE_SECONDS = 30
-"""Seconds that a connection may be silent."""
+LIFE_SECONDS = 60.0
+"""Life of a connection, which is for one request. A client that sends a byte a second is never silent; a cluster may
+take half of it to answer.
+"""
+MOST_CONNECTIONS = 100
+"""Connections at a time, each of which takes a thread and a file; one more replaces the oldest."""
 MOST_QUERY_FIELDS = 100
 HTML = "text/html; charset=utf-8"
 PLAIN = "text/plain; charset=utf-8"
@@ -55,11 +62,15 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 128
 
-    def __init__(self, pages: Pages, port: int) -> None:
+    def __init__(self, pages: Pages, port: int, life_seconds: float = LIFE_SECONDS) -> None:
         super().__init__((ADDRESS, port), _Handler)
         self.pages = pages
         self.keys = Keys()
+        self._life_seconds = life_seconds
+        self._began: dict[socket, float] = {}
+        """Open connection -> time of its accept, oldest first."""
 
     @property
     def port(self) -> int:
@@ -75,6 +86,32 @@ class Server(ThreadingHTTPServer):
         TCPServer.server_bind(self)
         self.server_name, self.server_port = ADDRESS, self.port
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start the thread of a connection; end the oldest one if there are too many."""
+        open_ones = [*self._began]
+        if len(open_ones) >= MOST_CONNECTIONS:
+            self._end(open_ones[0])
+        self._began[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """End the connections whose time is up, twice a second."""
+        latest = time.monotonic() - self._life_seconds
+        for connection, began in [*self._began.items()]:
+            if began < latest:
+                self._end(connection)
+
+    def _end(self, connection: socket) -> None:
+        """Have the connection's thread, which waits for its client, end and close it."""
+        self._began.pop(connection, None)
+        with suppress(OSError):  # it may have ended meanwhile
+            connection.shutdown(SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection that is answered."""
+        self._began.pop(request, None)
+        super().shutdown_request(request)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Report bugs; a browser that disconnects in the middle is none."""
         if not isinstance(sys.exception(), OSError):
@@ -85,7 +122,6 @@ class _Handler(BaseHTTPRequestHandler):
     """Handler of one connection."""
 
     server: Server
-    timeout = IDLE_SECONDS
 
     def do_GET(self) -> None:
         """Answer the request."""
