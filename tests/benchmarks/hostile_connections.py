@@ -3,8 +3,9 @@
     python tests/benchmarks/hostile_connections.py [--minutes 10] [--arms nothing hostile] [--attackers 1]
 
 Baseline: the same pods and reports without other clients. Arms, in turn: nothing else; thousands of connections from 16
-addresses to the ports for progress, for the webhook, and for probes and metrics: silent before TLS and after it, with
-requests and bodies that do not end, with unknown tokens, and with garbage. Meanwhile eight pods report every 5 s each,
+addresses to the ports for progress, for the webhook, and for probes and metrics: silent before TLS, in the middle of
+its handshake and after it, with requests and bodies that do not end or come a byte a second, with answers that nobody
+reads, with unknown tokens, and with garbage. Meanwhile eight pods report every 5 s each,
 with the trainer's own sender and from one of the attacker's addresses, and the kubelet requests /healthz once a second.
 Attackers are processes of their own, as they are on other nodes. Reported: reports, posts beyond one for each report,
 reports that no post delivered, the longest time of a post and of /healthz, and the operator's largest memory. Checked:
@@ -54,6 +55,8 @@ ADDRESSES = ["127.0.0.1", *(f"127.0.1.{number}" for number in range(1, 16))]
 HELD = 3_000
 """Connections that the attackers try to hold open at a time, over all ports."""
 BODY = b"x" * 65_536
+UNREAD_SECONDS = 60.0
+"""Time that a client holds a connection whose answers it does not read; it cannot see the connection's end."""
 
 
 @dataclass
@@ -110,7 +113,20 @@ async def _attack(ports: Sequence[tuple[int, bool]], held: int, seconds: float, 
     end, opened = time.monotonic() + seconds, 0
     trusting = ssl.create_default_context()
     trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
-    kinds = itertools.cycle(["silent", "handshake", "head", "body", "token", "garbage"])
+    kinds = itertools.cycle(
+        [
+            "silent",
+            "half handshake",
+            "handshake",
+            "head",
+            "slow head",
+            "body",
+            "slow body",
+            "unread",
+            "token",
+            "garbage",
+        ]
+    )
     targets = itertools.cycle(ports)
 
     async def one() -> None:
@@ -119,7 +135,7 @@ async def _attack(ports: Sequence[tuple[int, bool]], held: int, seconds: float, 
             (port, tls), kind = next(targets), next(kinds)
             await asyncio.sleep(draw.random())
             with suppress(OSError, asyncio.IncompleteReadError, asyncio.TimeoutError):
-                context = trusting if tls and kind != "silent" else None
+                context = trusting if tls and kind not in ("silent", "half handshake") else None
                 reader, writer = await asyncio.open_connection(
                     "127.0.0.1", port, ssl=context, local_addr=(draw.choice(ADDRESSES), 0)
                 )
@@ -130,7 +146,13 @@ async def _attack(ports: Sequence[tuple[int, bool]], held: int, seconds: float, 
                         await writer.drain()
                     # Until the operator closes it.
                     async with asyncio.timeout(max(0.1, end - time.monotonic())):
-                        await reader.read()
+                        if kind == "unread":
+                            writer.transport.pause_reading()
+                        while kind.startswith("slow") and not reader.at_eof():
+                            writer.write(b"a")
+                            await writer.drain()
+                            await asyncio.sleep(1)
+                        await (asyncio.sleep(UNREAD_SECONDS) if kind == "unread" else reader.read())
                 finally:
                     writer.transport.abort()
 
@@ -144,8 +166,14 @@ def hostile_bytes(kind: str, draw: random.Random) -> list[bytes]:
     head = f"POST {draw.choice([path, '/validate', '/healthz'])} HTTP/1.1\r\nHost: x\r\n"
     token = f"Authorization: Bearer a.{draw.randrange(10**9)}.c\r\n"
     match kind:
-        case "head":
-            return [head.encode()]
+        case "head" | "slow head":
+            return [head.encode(), b"X: "]
+        case "slow body":
+            return [f"{head}{token}Content-Length: 3000000\r\n\r\n".encode()]
+        case "half handshake":
+            return [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"]
+        case "unread":
+            return [b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 100]
         case "body":
             return [f"{head}{token}Content-Length: 3000000\r\n\r\n".encode(), *[BODY] * 40]
         case "token":

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.serving import http_server
 from finetune_trainer.serving.protocols import http_json
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
@@ -112,6 +113,25 @@ def test_idle_connections_delay_no_other_client(model: Path, tmp_path: Path) -> 
         wait_until(lambda: _served_connections(server) == IDLE, "all connections are accepted")
         assert [server.request("/", {"inputs": "a"}).code for _ in range(20)] == [200] * 20
         assert _served_connections(server) == IDLE, "they were open all the time"
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD[:20], HEAD + BODY[:3]], ids=["silent", "head", "body"])
+def test_many_slow_connections_end_the_oldest_of_them_and_no_request(
+    sent: bytes, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "MOST_CONNECTIONS", 20)
+    with served(job_of(model), JobPaths(tmp_path / "job"), idle_seconds=patient(60)) as server, ExitStack() as slow:
+        with server.held({"inputs": "a"}) as (entered, codes):
+            assert entered.wait(patient(30))
+            clients = [slow.enter_context(connected(server)) for _ in range(60)]
+            for client in clients:
+                with suppress(OSError):  # ended meanwhile
+                    client.sendall(sent)
+            wait_until(lambda: _served_connections(server) <= 20, "the oldest are ended")
+            with suppress(ConnectionResetError):
+                assert answer_of(clients[0]) == b""
+        assert codes == [200]
+        assert server.request("/", {"inputs": "a"}).code == 200
 
 
 def test_connection_of_a_client_that_does_not_read_is_closed(model: Path, tmp_path: Path) -> None:
