@@ -101,3 +101,18 @@ def test_exit_waits_for_threads_and_calls_registered_functions():
         "print('not reached')\n"
     )
     assert run(program, folders=()) == "a thread has ended\nthe last word\n"
+
+
+ENDLESS = """
+import atexit, threading
+from finetune_trainer.core import orderly_exit
+orderly_exit._EXIT_SECONDS = 0.2
+forever = threading.Event()
+threading.Thread(target=forever.wait).start()
+atexit.register(forever.wait)
+orderly_exit.settle_exit()
+"""
+
+
+def test_exit_handler_that_never_returns_does_not_hold_the_process():
+    run(ENDLESS, folders=(Path(orderly_exit.__file__).parents[2],))

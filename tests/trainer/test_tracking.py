@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -111,6 +114,23 @@ def test_mlflow_has_one_run_with_the_history_after_a_resume(bench, tmp_path, mon
     assert not Path("mlruns").exists()
 
 
+def test_mlflow_continues_the_run_that_a_variable_names(bench, tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="the extra tracking is not installed")
+    pytest.importorskip("sqlalchemy", reason="the extra tracking is not installed")
+    store = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    client = mlflow.MlflowClient(store)
+    mine = client.create_run(client.create_experiment("tiny")).info.run_id
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    monkeypatch.setenv("MLFLOW_RUN_ID", mine)
+    run = short(bench.at(tmp_path / "w"), "mlflow", steps=2)
+    run.train_here()
+    mlflow.set_tracking_uri(None)  # the callback has set it
+    assert client.get_run(mine).info.status == "FINISHED"
+    assert [each.value for each in client.get_metric_history(mine, "loss")] == pytest.approx(
+        list(curve(run, "loss").values())
+    )
+
+
 def offline_records(folder: Path) -> Iterator[Any]:
     """Yield the records of the offline runs below for `wandb sync`, oldest first: a file is a log in LevelDB's format,
     blocks of 32 KiB with pieces of (checksum, length, kind) and data, after a header of 7 bytes.
@@ -212,8 +232,8 @@ def test_a_tracker_without_its_library_is_refused(tracker, environment, lacking,
 
 
 def test_only_the_named_trackers_are_opened(tmp_path):
-    with tracking({"report_to": "none"}, Tracked("job", tmp_path / "tracking", 0, {})) as callbacks:
-        assert callbacks == ()
+    with tracking({"report_to": "none"}, Tracked("job", tmp_path / "tracking", 0, {}), print) as opened:
+        assert opened == ()
     assert not (tmp_path / "tracking").exists()
 
 
@@ -222,9 +242,87 @@ def test_a_tracker_that_cannot_be_opened_ends_the_stage(tmp_path):
     (tmp_path / "file").write_text("")
     environment = {"TENSORBOARD_LOGGING_DIR": str(tmp_path / "file" / "below")}
     tracked = Tracked("job", tmp_path, 0, environment)
-    with pytest.raises(StageError) as caught, tracking({"report_to": "tensorboard"}, tracked):
+    with pytest.raises(StageError) as caught, tracking({"report_to": "tensorboard"}, tracked, print):
         pass
     assert caught.value.reason == "TrackerUnavailable"
+
+
+@pytest.mark.parametrize(
+    ("tracker", "value", "limited"),
+    [
+        ("mlflow", None, False),
+        ("mlflow", "sqlite:////data/mlflow.db", False),
+        ("mlflow", "/data/mlruns", False),
+        ("mlflow", "http://mlflow:5000", True),
+        ("mlflow", "databricks", True),
+        ("tensorboard", "/data/logs", False),
+        ("wandb", "offline", False),
+        ("wandb", "online", True),
+    ],
+)
+def test_only_trackers_with_a_server_have_a_limit(tracker, value, limited):
+    from finetune_trainer.training.tracking import _DESTINATIONS, _has_server
+
+    assert _has_server(tracker, {} if value is None else {_DESTINATIONS[tracker]: value}) == limited
+
+
+class MLflowServer(ThreadingHTTPServer):
+    """MLflow's REST API up to a path, from which on nothing is answered until the server is closed."""
+
+    daemon_threads = True
+
+    def __init__(self, silent_from: str) -> None:
+        self.silent_from = silent_from
+        self.closed = Event()
+        self.paths: list[str] = []
+        super().__init__(("127.0.0.1", 0), MLflowAnswer)
+
+
+class MLflowAnswer(BaseHTTPRequestHandler):
+    server: MLflowServer
+
+    def do_GET(self) -> None:
+        path = urlsplit(self.path).path.rpartition("/mlflow/")[2]
+        self.server.paths.append(path)
+        if self.server.silent_from in self.server.paths:
+            self.server.closed.wait()
+            return
+        info = {
+            "run_id": "r" * 32,
+            "run_uuid": "r" * 32,
+            "experiment_id": "1",
+            "status": "RUNNING",
+            "artifact_uri": "a:/",
+        }
+        experiment = {"experiment_id": "1", "name": "tiny", "lifecycle_stage": "active"}
+        body = json.dumps({"experiment": experiment, "run": {"info": info, "data": {}}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.do_GET()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize("silent_from", ["experiments/get-by-name", "runs/log-batch"], ids=["at once", "later"])
+def test_training_goes_on_without_a_tracker_that_falls_silent(silent_from, bench, tmp_path):
+    pytest.importorskip("mlflow", reason="the extra tracking is not installed")
+    run = short(bench.at(tmp_path / "w"), "mlflow", steps=3)
+    with MLflowServer(silent_from) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        ended = run.run(environment={"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{server.server_port}"})
+        server.closed.set()
+        server.shutdown()
+    assert silent_from in server.paths
+    assert ended.exit_code == 0, ended.output
+    assert sorted(curve(run, "loss")) == [1, 2, 3]
+    assert ended.reports[0].note == (
+        "mlflow did not answer within 10 s; check its address and the job's NetworkPolicy. "
+        "The training goes on without it."
+    )
 
 
 def test_tracking_does_not_change_the_identity_of_the_training(bench):

@@ -1020,6 +1020,23 @@ def test_status_has_the_gpus_and_transports_of_a_running_attempt():
     assert communication_text(status) == "p2p in a node, socket between nodes"
 
 
+def test_status_has_the_note_of_the_last_training_attempt():
+    world = training()
+    world.progress, world.findings = ProgressStatus(step=5, total_steps=20), Findings(note="mlflow does not answer.")
+    world.settle()
+    assert world.job().status.note == "mlflow does not answer."
+    world.findings = Findings(note="\x1b[2J http://me:hunter2@mlflow.example fails.")
+    world.settle()
+    assert world.job().status.note == "\ufffd[2J http://(hidden)@mlflow.example fails."
+    world.fail(FailureClass.STORAGE_LOST, note="wandb does not answer.")
+    world.findings = Findings()
+    world.settle()
+    assert world.job().status.note == "wandb does not answer."
+    world.wait(3600)
+    assert world.stage("train") == ("Running", 2)
+    assert world.job().status.note is None
+
+
 def test_failed_attempt_leaves_its_gpus_and_transports():
     world = training()
     world.fail(FailureClass.COLLECTIVE, devices=GPUS, communication=SENT)

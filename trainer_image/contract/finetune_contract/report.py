@@ -103,6 +103,8 @@ class Progress(Message):
     """GPUs as the ranks measured them. Only from the built-in training loop on GPUs."""
     communication: Communication | None = None
     """Transports between the processes. Only from train on several GPUs; None: unknown."""
+    note: str | None = None
+    """Remark for the job's status, e.g. on a tracker that was left out."""
     time: float
     """Unix time in seconds."""
 
@@ -121,6 +123,8 @@ class KubeflowMetric(Message):
 
 DEVICES, COMMUNICATION = "devices", "communication"
 """Metrics of the protocol whose values are JSON: `MeasuredDevices` and `Communication`."""
+NOTE = "note"
+"""Metric of the protocol whose value is text: `Progress.note`."""
 
 
 class KubeflowStatus(Message):
@@ -194,13 +198,15 @@ class TrainerReport(Message):
     """GPUs as the ranks measured them. Only from the built-in training loop on GPUs."""
     communication: Communication | None = None
     """Transports between the processes. Only from train on several GPUs; None: unknown."""
+    note: str | None = None
+    """Remark for the job's status, e.g. on a tracker that was left out."""
     seconds: Seconds = 0.0
 
     def to_termination_message(self) -> str:
         """Return one line of JSON below `REPORT_LIMIT_BYTES`, whatever the fields hold.
 
         The least needed is dropped first: histogram buckets, then the middle of a long failure message, then the
-        metrics, the measured facts, and at last the hint and the paths.
+        note, the metrics, the measured facts, and at last the hint and the paths.
         """
         smaller = self
         for shrink in _SHRINKINGS:
@@ -263,6 +269,7 @@ def _bare(report: TrainerReport) -> TrainerReport:
 _SHRINKINGS: tuple[_Shrinking, ...] = (
     *(_with_buckets(count) for count in (32, 16, 8, 4, 1)),
     *(_with_message_of(characters) for characters in (3000, 2000, 1500, 1000, 600, 300)),
+    _without(note=None),
     _without(metrics={}),
     _without(communication=None),
     _without(measured=None),

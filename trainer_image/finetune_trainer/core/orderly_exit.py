@@ -10,6 +10,7 @@ group. Standard library only: every Python process of a user's program imports t
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 import time
@@ -22,6 +23,8 @@ _LOOK_SECONDS = 0.01
 _PATIENCE_SECONDS = 5.0
 _BLIND_SECONDS = 0.1
 """Wait where threads cannot be seen: a hundred times as long as releasing the tensors takes."""
+_EXIT_SECONDS = 10.0
+"""Longest time for exit handlers: a tracker that was left out still waits for its server there."""
 
 
 def let_collectives_end() -> None:
@@ -56,7 +59,10 @@ def _states() -> list[str]:
 
 def settle_exit() -> None:
     """Do the first steps of interpreter shutdown, for a process that then leaves by `os._exit`: wait for threads that
-    are no daemons, and call the libraries' exit handlers (trackers send their last records).
+    are no daemons, and call the libraries' exit handlers (trackers send their last records). After 10 s leave at once.
     """
+    limit = threading.Timer(_EXIT_SECONDS, os._exit, [0])
+    limit.daemon = True
+    limit.start()
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

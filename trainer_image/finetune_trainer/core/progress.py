@@ -26,6 +26,7 @@ from finetune_contract.measured_devices import MeasuredDevices
 from finetune_contract.report import (
     COMMUNICATION,
     DEVICES,
+    NOTE,
     Communication,
     KubeflowMetric,
     KubeflowStatus,
@@ -38,10 +39,16 @@ from finetune_contract.report import (
 
 @dataclass
 class Findings:
-    """Measurements so far; None: none, or not known."""
+    """Measurements and remarks so far; None: none, or not known."""
 
     devices: MeasuredDevices | None = None
     communication: Communication | None = None
+    note: str | None = None
+
+    def add_note(self, sentence: str) -> None:
+        """Log a remark, and add it to those for the job's status."""
+        log.warning("%s", sentence)
+        self.note = sentence if self.note is None else f"{self.note} {sentence}"
 
 
 # -------------------------------------------------------------------------------------------------------------- reports
@@ -160,6 +167,7 @@ class ProgressReporter:
             metrics=values,
             devices=self._findings.devices,
             communication=self._findings.communication,
+            note=self._findings.note,
             time=time.time(),
             **fields,
         )
@@ -318,6 +326,8 @@ def kubeflow_update(progress: Progress) -> KubeflowUpdate:
     for name, facts in ((DEVICES, progress.devices), (COMMUNICATION, progress.communication)):
         if facts is not None:
             texts[name] = facts.model_dump_json(by_alias=True, exclude_none=True)
+    if progress.note is not None:
+        texts[NOTE] = progress.note
     remaining = progress.remaining_seconds
     return KubeflowUpdate(
         trainer_status=KubeflowStatus(

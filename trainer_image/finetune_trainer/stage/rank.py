@@ -148,6 +148,7 @@ def _success(
         measured=result.measured,
         devices=findings.devices,
         communication=findings.communication,
+        note=findings.note,
         seconds=time.monotonic() - started,
     )
 
@@ -180,6 +181,7 @@ def _fail(
             failure=failure,
             devices=facts.devices,
             communication=facts.communication,
+            note=facts.note,
             seconds=time.monotonic() - started,
         )
         write_report(report, report_path(world.rank, os.environ))

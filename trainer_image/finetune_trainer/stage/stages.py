@@ -179,6 +179,7 @@ def _train(given: StageInput) -> StageResult:
         planned=read_estimate(given.estimate),
         devices=given.findings.devices,
         communication=given.findings.communication,
+        note=given.findings.add_note,
     )
     return StageResult(outcome.metrics, outcome.artifacts, outcome.fingerprint)
 

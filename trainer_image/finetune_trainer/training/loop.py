@@ -233,8 +233,8 @@ class TrainingLoop:
         self._notify_trackers("on_log", logs=figures)
 
     def _notify_trackers(self, event: str, **figures: Any) -> None:
-        for callback in self._hooks.callbacks:
-            getattr(callback, event)(self.args, self.state, TrainerControl(), model=self.engine.model, **figures)
+        for tracker in self._hooks.trackers:
+            tracker.notify(event, self.args, self.state, TrainerControl(), model=self.engine.model, **figures)
 
     def _validate_and_save(self, agreed: _StepAgreement) -> None:
         """Validate at the end of an epoch, save when due, and raise StageError PREEMPTED when asked to stop."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers import PreTrainedModel, TrainerState
 
 from finetune_contract.choices import CheckpointingMode, OptimizerName
 from finetune_contract.report import TimePart
@@ -22,6 +22,7 @@ from finetune_trainer.training.passes.objective import ModelLoss
 from finetune_trainer.training.passes.packed_attention import PackAttention, WithMasks
 from finetune_trainer.training.reference_answers import NoReference, Reference
 from finetune_trainer.training.timing import PartClock
+from finetune_trainer.training.tracking import BoundedTracker
 from finetune_trainer.training.validation_rounds import Validation
 
 
@@ -168,5 +169,5 @@ class LoopHooks:
 
     observer: Observer
     clock: PartClock = field(default_factory=PartClock)
-    callbacks: Sequence[TrainerCallback] = ()
+    trackers: Sequence[BoundedTracker] = ()
     """Experiment trackers; of transformers' events they receive the begin, the end and the figures of a training."""

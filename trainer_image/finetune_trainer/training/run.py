@@ -93,6 +93,7 @@ def train(
     planned: PlannedTraining | None = None,
     devices: MeasuredDevices | None = None,
     communication: Communication | None = None,
+    note: Callable[[str], None] = log.warning,
     fp8_without_units: bool = False,
 ) -> Outcome:
     """Train the job's model; on rank 0 write `model/`, `history.jsonl` and the train section of metrics.json.
@@ -100,6 +101,7 @@ def train(
     `planned`: the plan's estimates, which metrics.json compares with the measurements.
     `devices`: the measured GPUs, for metrics.json; None on a CPU.
     `communication`: transports between the processes, for metrics.json.
+    `note`: called with remarks for the job's status.
     `fp8_without_units`: for tests, which multiply in fp8 on a CPU: torch can, but slower than in any other precision.
     """
     started = time.monotonic()
@@ -124,8 +126,8 @@ def train(
     data = _data(run, start, order, partial(rank_observer.on_validation_batch, saver.first_step))
     model = _model(run, start)
     schedule = LoopSchedule(saver, stopper, interruption, training.checkpoints.on_preemption)
-    with tracking(training.arguments if world.is_main else {}, tracked) as callbacks:
-        loop = TrainingLoop(arguments, model, data, schedule, LoopHooks(rank_observer, clock, callbacks))
+    with tracking(training.arguments if world.is_main else {}, tracked, note) as trackers:
+        loop = TrainingLoop(arguments, model, data, schedule, LoopHooks(rank_observer, clock, trackers))
         if world.is_main:
             history.begin(saver.first_step)
         progress.update(saver.first_step, training.max_steps)

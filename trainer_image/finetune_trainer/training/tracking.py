@@ -2,14 +2,17 @@
 
 transformers' own callbacks send the figures, on rank 0; this module opens the destinations and closes them. All files
 are below the job's folder unless the trackers' own variables set another place, a resumed run continues the same
-curves, and no data leave the machine without a request for it.
+curves, and no data leave the machine without a request for it. A tracker that does not answer costs 10 s, not the
+training: MLflow's client alone would try to open a run for a quarter of an hour, while all GPUs wait for rank 0.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -29,8 +32,20 @@ if TYPE_CHECKING:
 
 _TENSORBOARD_FOLDER = "TENSORBOARD_LOGGING_DIR"
 _MLFLOW_STORE = "MLFLOW_TRACKING_URI"
+_MLFLOW_RUN = "MLFLOW_RUN_ID"
 _IDS = "runs.json"
 """File below the folder of trackers: tracker -> the run that a resumed training continues."""
+_DESTINATIONS: Mapping[Tracker, str] = {
+    "tensorboard": _TENSORBOARD_FOLDER,
+    "mlflow": _MLFLOW_STORE,
+    "wandb": "WANDB_MODE",
+}
+"""Variables that name a tracker's server, or another folder than the job's."""
+_MODULES: Mapping[Tracker, str] = {"tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
+CALL_SECONDS = 10.0
+"""Limit of a call to a tracker with a server: it answers in milliseconds, and figures are sent in the background. Files
+have no limit: a database of MLflow takes 2 CPU seconds to create.
+"""
 
 
 @dataclass(frozen=True)
@@ -67,26 +82,94 @@ def libraries_of(tracker: Tracker, environment: Mapping[str, str]) -> tuple[str,
 
 
 @contextmanager
-def tracking(arguments: Mapping[str, JsonValue], tracked: Tracked) -> Iterator[tuple[TrainerCallback, ...]]:
-    """Yield callbacks of the trackers that `report_to` names. When the training fails, their runs are marked as failed.
+def tracking(
+    arguments: Mapping[str, JsonValue], tracked: Tracked, note: Callable[[str], None]
+) -> Iterator[tuple[BoundedTracker, ...]]:
+    """Yield the trackers that `report_to` names. When the training fails, their runs are marked as failed.
 
-    Raise StageError STORAGE_LOST `TrackerUnavailable` when one cannot be opened.
+    `note`: called with a sentence about a tracker that does not answer; the training goes on without it.
+    Raise StageError STORAGE_LOST `TrackerUnavailable` when one refuses to be opened.
     """
     openers = {"tensorboard": _tensorboard, "mlflow": _mlflow, "wandb": _wandb}
     with ExitStack() as stack:
         opened = []
-        for tracker in trackers(arguments):
-            try:
-                opened.append(stack.enter_context(openers[tracker](tracked)))
-            except Exception as error:
-                raise StageError(
-                    FailureClass.STORAGE_LOST,
-                    "TrackerUnavailable",
-                    f"{tracker} cannot be written to: {type(error).__name__}: {error}",
-                    f"Check the address and the credentials in the job's environment, or leave {tracker} out of "
-                    "training.arguments.report_to.",
-                ) from error
+        for name in trackers(arguments):
+            seconds = CALL_SECONDS if _has_server(name, tracked.environment) else None
+            tracker = BoundedTracker(name, openers[name](tracked), seconds, note)
+            tracker.open()
+            stack.push(tracker.close)
+            opened.append(tracker)
         yield tuple(opened)
+
+
+def _has_server(tracker: Tracker, environment: Mapping[str, str]) -> bool:
+    destination = environment.get(_DESTINATIONS[tracker], "")
+    is_url = "://" in destination and not destination.startswith(("sqlite:", "file:"))
+    return is_url or destination in ("online", "shared", "databricks")
+
+
+class BoundedTracker:
+    """Tracker whose calls run in a thread of their own, for a limited time each. The first that takes longer, or fails
+    once the tracker is open, is the last.
+    """
+
+    def __init__(
+        self,
+        name: Tracker,
+        run: AbstractContextManager[TrainerCallback],
+        seconds: float | None,
+        note: Callable[[str], None],
+    ) -> None:
+        """`seconds`: limit of a call; None: none."""
+        self.name = name
+        self._run = run
+        self._seconds = seconds
+        self._note = note
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._callback: TrainerCallback | None = None
+        """Callback of transformers; None: not open, or left out."""
+
+    def open(self) -> None:
+        """Open the destination. Raise StageError STORAGE_LOST when it refuses; one that takes too long is left out."""
+        import_module(_MODULES[self.name])  # takes seconds, and no answer of anybody
+        opening = self._thread.submit(self._run.__enter__)
+        if not self._ends(opening):
+            return
+        if (error := opening.exception()) is not None:
+            raise StageError(
+                FailureClass.STORAGE_LOST,
+                "TrackerUnavailable",
+                f"{self.name} cannot be written to: {type(error).__name__}: {error}",
+                f"Check the address and the credentials in the job's environment, or leave {self.name} out of "
+                "training.arguments.report_to.",
+            ) from error
+        self._callback = opening.result()
+
+    def notify(self, event: str, *arguments: Any, **figures: Any) -> None:
+        """Pass an event of transformers to its callback."""
+        if self._callback is not None:
+            self._call(getattr(self._callback, event), *arguments, **figures)
+
+    def close(self, *failure: Any) -> None:
+        """Close the destination; `failure` is that of the training, as `__exit__` takes it."""
+        if self._callback is not None:
+            self._call(self._run.__exit__, *failure)
+
+    def _call(self, function: Callable[..., object], *arguments: Any, **figures: Any) -> None:
+        call = self._thread.submit(function, *arguments, **figures)
+        if self._ends(call) and (error := call.exception()) is not None:
+            self._leave_out(f"has failed with {type(error).__name__}: {str(error)[:200]}")
+
+    def _ends(self, call: Future[Any]) -> bool:
+        # A signal to stop raises its StageError from here.
+        ends = bool(wait([call], self._seconds).done)
+        if not ends:
+            self._leave_out(f"did not answer within {self._seconds:g} s; check its address and the job's NetworkPolicy")
+        return ends
+
+    def _leave_out(self, reason: str) -> None:
+        self._callback = None
+        self._note(f"{self.name} {reason}. The training goes on without it.")
 
 
 @contextmanager
@@ -118,14 +201,17 @@ def _mlflow(tracked: Tracked) -> Iterator[TrainerCallback]:
     if mlflow.get_experiment_by_name(name) is None:
         mlflow.create_experiment(name, (folder / "artifacts").as_uri() if own_store else None)
     mlflow.set_experiment(name)
-    run = environment.get("MLFLOW_RUN_ID") or _run_id(tracked, "mlflow")
+    run = environment.get(_MLFLOW_RUN) or _run_id(tracked, "mlflow")
     started = mlflow.start_run(run_id=run, run_name=environment.get("MLFLOW_RUN_NAME") or tracked.job)
     _remember(tracked, "mlflow", started.info.run_id)
+    named = os.environ.pop(_MLFLOW_RUN, None)  # transformers' callback would start that run again
     status = "FAILED"
     try:
         yield MLflowCallback()  # type: ignore[no-untyped-call]
         status = "FINISHED"
     finally:
+        if named is not None:
+            os.environ[_MLFLOW_RUN] = named
         mlflow.flush_async_logging()
         mlflow.end_run(status)
         if own_store:

@@ -194,13 +194,15 @@ def communication_text(status: FineTuneJobStatus) -> str | None:
 
 
 def result_rows(job: ClusterJob) -> list[tuple[str, str]]:
-    """Return GPUs, transports, artefacts, metrics, cost and the comparison with the plan, as label and value."""
+    """Return GPUs, transports, note, artefacts, metrics, cost and the comparison with the plan, as label and value."""
     artifacts, cost = job.status.artifacts, job.status.cost
     device = device_text(job.status)
     rows = [] if device is None else [("device", device)]
     transports = communication_text(job.status)
     if transports is not None:
         rows.append(("transports", transports))
+    if job.status.note is not None:
+        rows.append(("note", job.status.note))
     if artifacts is not None:
         if artifacts.metrics:
             ordered = headline_first(artifacts.metrics, job.spec.task)

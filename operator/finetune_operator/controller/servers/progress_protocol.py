@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from finetune_contract.choices import Stage
 from finetune_contract.contract_models import Message
 from finetune_contract.measured_devices import MeasuredDevices
-from finetune_contract.report import COMMUNICATION, DEVICES, Communication, KubeflowStatus, KubeflowUpdate
+from finetune_contract.report import COMMUNICATION, DEVICES, NOTE, Communication, KubeflowStatus, KubeflowUpdate
 from finetune_operator.jobs.state.decision_types import Findings
 from finetune_operator.spec.types import ProgressStatus
 
@@ -120,7 +120,9 @@ def progress_of(update: KubeflowStatus, now: datetime) -> ProgressStatus:
 def findings_of(update: KubeflowStatus) -> Findings:
     """Return the measurements in an update. Those that cannot be read, or are longer than any of ours, are left out."""
     values = {metric.name: metric.value for metric in update.metrics}
-    return Findings(_found(values, DEVICES, MeasuredDevices), _found(values, COMMUNICATION, Communication))
+    return Findings(
+        _found(values, DEVICES, MeasuredDevices), _found(values, COMMUNICATION, Communication), values.get(NOTE)
+    )
 
 
 def _found(values: Mapping[str, str], name: str, kind: type[Kind]) -> Kind | None:

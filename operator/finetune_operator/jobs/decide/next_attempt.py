@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
+from finetune_contract.choices import Stage
 from finetune_operator.endpoints.decide.endpoint_phase import (
     SERVE,
     serve,
@@ -168,6 +169,8 @@ def _start_attempt(state: ReconcileState, current: StageStatus) -> ReconcileStat
     )
     first = () if state.started else shared(job_plan, context(state))
     state = state.with_stage(running).with_status(start_time=state.status.start_time or state.now, progress=None)
+    if current.name == Stage.TRAIN:
+        state = state.with_status(note=None)
     state = start_spot_clock(state, capacity, state.now)
     return (
         state.with_actions(create=(*state.decision.create, *first, *objects))

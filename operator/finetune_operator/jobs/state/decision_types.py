@@ -269,14 +269,17 @@ class NodesRead:
 
 @dataclass(frozen=True)
 class Findings:
-    """Measurements of an attempt at train; None: it has reported none."""
+    """Measurements and the remark of an attempt at train; None: it has reported none."""
 
     devices: MeasuredDevices | None = None
     communication: Communication | None = None
+    note: str | None = None
 
     def after(self, before: Findings) -> Findings:
         """Return these, with those that they lack as they were `before` in the same attempt."""
-        return Findings(self.devices or before.devices, self.communication or before.communication)
+        return Findings(
+            self.devices or before.devices, self.communication or before.communication, self.note or before.note
+        )
 
 
 NO_FINDINGS = Findings()

@@ -16,7 +16,7 @@ from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, DeviceFacts, ModelFacts
 from finetune_contract.measured_devices import PlannedDevice, plan_change, same_kind
-from finetune_contract.report import MeasuredFacts, TrainerReport
+from finetune_contract.report import MeasuredFacts, TrainerReport, shortened
 from finetune_contract.trainer_job import CheckpointSchedule
 from finetune_operator.jobs.render.contract import fingerprint, stage_files
 from finetune_operator.jobs.render.render_types import Attempt, Owner, RenderContext
@@ -37,9 +37,12 @@ from finetune_operator.plan.types.plan_types import (
     PlanRequest,
 )
 from finetune_operator.spec.launcher_rows import ENGINES, TRAINING, LauncherName
+from finetune_operator.spec.printable import printable
 from finetune_operator.spec.problems import Problem
+from finetune_operator.spec.redaction import Redactor
 from finetune_operator.spec.status_times import seconds_since
 from finetune_operator.spec.types import (
+    MOST_NOTE,
     AdaptationStatus,
     EstimateStatus,
     InferenceStatus,
@@ -191,7 +194,7 @@ def _dumped(facts: BaseModel) -> dict[str, JsonValue]:
 
 
 def with_findings(state: ReconcileState, findings: Findings | TrainerReport | None) -> ReconcileState:
-    """Store the GPUs and the transports that an attempt at train has measured, if it reports them."""
+    """Store the GPUs, the transports and the remark of an attempt at train, if it reports them."""
     if findings is None:
         return state
     if findings.devices is not None:
@@ -199,6 +202,9 @@ def with_findings(state: ReconcileState, findings: Findings | TrainerReport | No
         state = state.with_status(measured=before.model_copy(update={"device": _dumped(findings.devices)}))
     if findings.communication is not None:
         state = state.with_status(communication=communication_status(findings.communication))
+    if findings.note is not None:
+        # Whoever runs in a pod may report any text.
+        state = state.with_status(note=shortened(printable(Redactor().text(findings.note)), MOST_NOTE))
     return state
 
 

@@ -53,6 +53,7 @@ from finetune_operator.spec.types.field_types import (
 from finetune_operator.spec.types.job_object import FineTuneJob, ObjectMeta
 from finetune_operator.spec.types.job_spec import FineTuneJobSpec
 from finetune_operator.spec.types.job_status import (
+    MOST_NOTE,
     ArtifactsStatus,
     CommunicationStatus,
     Condition,

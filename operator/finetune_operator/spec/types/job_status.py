@@ -28,6 +28,10 @@ ConditionType: TypeAlias = Literal[
 ]
 
 
+MOST_NOTE = 1024
+"""Maximum length of a remark."""
+
+
 class Condition(StatusModel):
     """Condition of the job, in the form of metav1.Condition."""
 
@@ -203,6 +207,12 @@ class FineTuneJobStatus(StatusModel):
         default=None,
         description="Transports between the processes of the last training attempt that reported them. Unset if NCCL "
         "was not used or its log is not known.",
+    )
+    note: str | None = Field(
+        default=None,
+        max_length=MOST_NOTE,
+        description="Remark of the last training attempt that changes no result, e.g. on a tracker that it left out. "
+        "Unset if there is none.",
     )
     spot: SpotStatus | None = Field(
         default=None, description="State of the training on spot nodes. Unset if the job does not use spot nodes."
