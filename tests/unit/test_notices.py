@@ -9,6 +9,7 @@ import pytest
 
 from finetune_operator.spec.checks.notices import RETIRED as NOTICED
 from finetune_operator.spec.checks.notices import notices
+from finetune_operator.spec.settings.settings import Settings
 from finetune_operator.spec.types import FineTuneJobSpec
 from planning_support.cases import job
 
@@ -65,6 +66,54 @@ def test_tracker_that_writes_offline_gets_a_notice(trackers: str | list[str]) ->
     online = {"env": [{"name": "WANDB_MODE", "value": "online"}]}
     assert trained({}, online, arguments=arguments) == ""
     assert trained({}, arguments={"report_to": "tensorboard"}) == ""
+
+
+MLFLOW = [{"name": "A"}, {"name": "MLFLOW_TRACKING_URI", "value": "http://me:secret@mlflow.tracking.svc:5000/x"}]
+CLOSED = (
+    "spec.template.env[1].value (MLFLOW_TRACKING_URI): port 5000 of mlflow.tracking.svc is closed to the job's pods, "
+    "and its connections would time out (open: 443); an administrator can add the host to networkPolicy.urlHosts"
+)
+
+
+@pytest.mark.parametrize(
+    ("network", "noticed"),
+    [
+        ({}, True),
+        ({"urlHosts": ["*.other.svc"]}, True),
+        ({"extraEgress": [{"ports": [{"port": 5001}]}]}, True),
+        ({"urlHosts": ["*.tracking.svc"]}, False),
+        ({"egressPorts": [443, 5000]}, False),
+        ({"extraEgress": [{"to": [{"podSelector": {}}], "ports": [{"port": 4000, "endPort": 6000}]}]}, False),
+        ({"extraEgress": [{"to": [{"podSelector": {}}]}]}, False),
+        ({"enabled": False}, False),
+    ],
+    ids=str,
+)
+def test_tracker_behind_a_closed_port_gets_a_notice(network: dict[str, Any], noticed: bool) -> None:
+    settings = Settings.model_validate_json(json.dumps({"networkPolicy": network}))
+    assert notices(job({"template": {"env": MLFLOW}}).spec, settings.network_policy) == (CLOSED,) * noticed
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "databricks",
+        "https://mlflow.example.com",
+        "http://localhost:5000",
+        "http://127.0.0.1:5000",
+        "http://a:99999",
+        "://",
+    ],
+)
+def test_url_that_pods_reach_or_no_url_gets_no_notice(value: str) -> None:
+    assert notices(job({"template": {"env": [{"name": "ANY", "value": value}]}}).spec) == ()
+
+
+def test_server_of_predictions_behind_a_closed_port_gets_a_notice() -> None:
+    spec = {"task": "text-generation", "model": {"uri": "hf://org/small"}, "dataset": {"uri": "hf://a/b"}}
+    predict = {"optimization": "vllm", "server": "http://vllm.team.svc:8000"}
+    (found,) = notices(FineTuneJobSpec.model_validate_json(json.dumps({**spec, "predict": predict})))
+    assert found.startswith("spec.predict.server: port 8000 of vllm.team.svc is closed to the job's pods")
 
 
 SCRIPT: dict[str, Any] = {"git": {"url": "https://github.com/a/b"}, "entryPoint": "train.py"}

@@ -76,8 +76,8 @@ def rendered(progress: ProgressEndpoint | None, settings: dict[str, Any] | None 
     return render(made, RenderContext("team", given.spec, taken, Owner("reviews", "uid-1"), progress))
 
 
-def policy(progress: ProgressEndpoint | None, settings: dict[str, Any] | None = None) -> Any:
-    (found,) = [each for each in rendered(progress, settings) if each["kind"] == "NetworkPolicy"]
+def policy(progress: ProgressEndpoint | None, settings: dict[str, Any] | None = None, **spec: Any) -> Any:
+    (found,) = [each for each in rendered(progress, settings, **spec) if each["kind"] == "NetworkPolicy"]
     return found
 
 
@@ -150,6 +150,36 @@ EGRESS: dict[str, tuple[ProgressEndpoint | None, dict[str, Any], list[dict[str, 
 def test_pods_reach_no_more_than(case: str):
     progress, settings, expected = EGRESS[case]
     assert policy(progress, settings)["spec"]["egress"] == [{"to": [{"podSelector": OWN}]}, *expected]
+
+
+def on_5000(*to: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"to": list(to), "ports": [{"port": 5000, "protocol": "TCP"}]}]
+
+
+@pytest.mark.parametrize(
+    ("host", "globs", "opened"),
+    [
+        ("mlflow.example.com", ["*.example.com"], on_5000(*WORLD)),
+        ("mlflow.example.com", ["*.example.org"], []),
+        ("mlflow.example.com", [], []),
+        ("192.0.2.9", ["192.0.2.*"], on_5000({"ipBlock": {"cidr": "192.0.2.9/32"}})),
+        (
+            "mlflow.tracking.svc",
+            ["mlflow.*.svc"],
+            on_5000({"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "tracking"}}}),
+        ),
+        ("169.254.169.254", ["*"], []),
+        ("[fd00:ec2::254]", ["*"], []),
+    ],
+)
+def test_pods_reach_the_tracker_where_settings_allow_its_host(
+    host: str, globs: list[str], opened: list[dict[str, Any]]
+):
+    env = [{"name": "MLFLOW_TRACKING_URI", "value": f"http://{host}:5000"}]
+    found = policy(None, {"networkPolicy": {"urlHosts": globs}}, template={"env": env})
+    assert found["spec"]["egress"] == [{"to": [{"podSelector": OWN}]}, DNS, HTTPS, *opened]
+    described = f"TCP port 5000 for {host} of spec.template.env[0].value (MLFLOW_TRACKING_URI)"
+    assert (described in found["metadata"]["annotations"][ALLOWS_ANNOTATION]) == bool(opened)
 
 
 @pytest.mark.parametrize("launcher", ["pytorchjob", "mpijob", "job"])

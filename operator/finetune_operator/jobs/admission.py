@@ -135,7 +135,7 @@ def judge(
     conflicts = tuple(_conflicts(request, spec, jobs))
     unserved = served and spec.launcher != "auto" and spec.launcher not in served
     warning = f"spec.launcher: this cluster does not serve {spec.launcher} yet; the job waits until it does"
-    warnings = (*notices(spec), *((warning,) if unserved else ()))
+    warnings = (*notices(spec, settings.network_policy), *((warning,) if unserved else ()))
     return conflicts, (() if conflicts else warnings)
 
 

@@ -22,7 +22,7 @@ from finetune_operator.spec.types import FineTuneJob, FineTuneJobSpec
 
 def begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adaptation, as_known: bool) -> Draft:
     """Return a draft with assumptions for all missing facts, and with copied settings replaced by our fields."""
-    reasons = notices(job.spec)
+    reasons = notices(job.spec, settings.network_policy)
     job = job.model_copy(update={"spec": settle(job.spec).spec})
     assumptions: list[str] = []
     model = facts.model

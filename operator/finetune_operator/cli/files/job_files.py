@@ -103,7 +103,7 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
                 entries.append(entry)
                 notes.extend(
                     f"{source}:{document.line}: {job.name}: {notice}."
-                    for notice in (*notices(job.spec), *null_evaluation(document.value))
+                    for notice in (*notices(job.spec, settings.network_policy), *null_evaluation(document.value))
                 )
             else:
                 file_problems.append(_same_name(document, job.name, earlier))

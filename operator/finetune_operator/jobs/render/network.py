@@ -8,6 +8,7 @@ serve the node's credentials. The kubelet's work for a pod (volumes, images, pro
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ from finetune_operator.jobs.render.render_types import (
     ProgressEndpoint,
     RenderContext,
 )
+from finetune_operator.spec.checks.destinations import destinations, opened_by_host
 
 ALLOWS_ANNOTATION = "finetune.dev/allows"
 """Annotation of the policy: its rules in plain words."""
@@ -37,6 +39,8 @@ _WORLD: tuple[Manifest, ...] = (
     {"ipBlock": {"cidr": "0.0.0.0/0", "except": [*_METADATA_IPV4]}},
     {"ipBlock": {"cidr": "::/0", "except": [*_METADATA_IPV6]}},
 )
+_SERVICE = re.compile(r"[^.]+\.(?P<namespace>[^.]+)\.svc(\.cluster\.local)?")
+"""Name of a Service, whose addresses are not those of its pods, which policies see."""
 _DNS_PORTS = (53, 5353)
 """DNS ports; 5353 is the pod port of OpenShift's resolvers, which policies see instead of the Service's."""
 
@@ -72,6 +76,10 @@ def rules_of(job: str, context: RenderContext) -> Rules:
         egress.append({"to": list(_WORLD), "ports": [_port(port) for port in ports]})
         listed = f"port{'s' * (len(ports) > 1)} {', '.join(map(str, ports))}"
         summary.append(f"TCP {listed} of any address but the metadata services of clouds ({', '.join(_METADATA)})")
+    for server in destinations(context.spec):
+        if opened_by_host(server, settings) and (peers := _peers(server.host)):
+            egress.append({"to": peers, "ports": [_port(server.port)]})
+            summary.append(f"TCP port {server.port} for {server.host} of {server.field}")
     extra = dumped(settings.extra_egress)
     if extra:
         egress += [rule for rule in extra if isinstance(rule, dict)]
@@ -113,6 +121,18 @@ def _addresses(host: str) -> list[JsonValue]:
     except ValueError:
         return [dict(peer) for peer in _WORLD]
     return [{"ipBlock": {"cidr": f"{address}/{address.max_prefixlen}"}}]
+
+
+def _peers(host: str) -> list[JsonValue]:
+    """Return the peers of a host that a job names: none where clouds serve credentials, the namespace of a Service."""
+    service = _SERVICE.fullmatch(host)
+    if service is not None:
+        return [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": service["namespace"]}}}]
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return _addresses(host)
+    return [] if any(address in ipaddress.ip_network(one) for one in _METADATA) else _addresses(host)
 
 
 def _port(port: int, protocol: str = "TCP") -> Manifest:

@@ -7,14 +7,17 @@ warnings, and they are the first reasons of a plan.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from pydantic import JsonValue
 
 from finetune_contract.choices import OptimizerName, Task
 from finetune_contract.metrics import GREATEST, metrics_of
 from finetune_operator.spec.checks.copied_settings import settle
+from finetune_operator.spec.checks.destinations import destinations, may_be_reached
 from finetune_operator.spec.fields.field_values import value_at
 from finetune_operator.spec.quantities import parse_quantity
+from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, Network
 from finetune_operator.spec.types import RETIRED_MARK, EndpointSpec, EvaluationSpec, FineTuneJobSpec, TrafficSpec
 
 HIGH_RATES: Mapping[OptimizerName, float] = {"adamw": 0.01, "adafactor": 0.1, "sgd": 1.0}
@@ -74,8 +77,8 @@ MOST_NOTICES = 20
 """Maximum number of notices for one job; they go into an object's status, and nobody reads more."""
 
 
-def notices(spec: FineTuneJobSpec) -> tuple[str, ...]:
-    """Return sentences without their full stops, each with its field."""
+def notices(spec: FineTuneJobSpec, network: Network = CLUSTER_SETTINGS.network_policy) -> tuple[str, ...]:
+    """Return sentences without their full stops, each with its field; `network`: that of the cluster's settings."""
     settled = settle(spec)
     more = len(settled.notes) - MOST_NOTICES
     rest = (f"{more} more settings are ignored or mapped to fields",) if more > 0 else ()
@@ -88,7 +91,8 @@ def notices(spec: FineTuneJobSpec) -> tuple[str, ...]:
         _stopping_by_loss,
         _offline_tracker,
     )
-    return (*settled.notes[:MOST_NOTICES], *rest, *(notice for check in checks for notice in check(settled.spec)))
+    found = (notice for check in checks for notice in check(settled.spec))
+    return (*settled.notes[:MOST_NOTICES], *rest, *found, *_closed_ports(settled.spec, network))
 
 
 def null_evaluation(document: JsonValue) -> Iterator[str]:
@@ -200,6 +204,17 @@ def _offline_tracker(spec: FineTuneJobSpec) -> Iterator[str]:
             "WANDB_MODE to online, WANDB_API_KEY and WANDB_PROJECT in spec.template.env, or in your shell for "
             "`finetune run`"
         )
+
+
+def _closed_ports(spec: FineTuneJobSpec, network: Network) -> Iterator[str]:
+    """Yield servers that the NetworkPolicy keeps the job's pods from: connections to them time out."""
+    opened = ", ".join(map(str, network.egress_ports)) or "none"
+    for server in islice(destinations(spec), MOST_NOTICES):
+        if not may_be_reached(server, network):
+            yield (
+                f"{server.field}: port {server.port} of {server.host} is closed to the job's pods, and its connections "
+                f"would time out (open: {opened}); an administrator can add the host to networkPolicy.urlHosts"
+            )
 
 
 def _unusual_values(spec: FineTuneJobSpec) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias, get_args
 
 from pydantic import Field, StringConstraints
 
-from finetune_operator.spec.settings.settings_allow import Allow
+from finetune_operator.spec.settings.settings_allow import Allow, Globs
 from finetune_operator.spec.settings.settings_nodes import HardwareRow, NodeNetwork, Nodes, ResourceName, Spot
 from finetune_operator.spec.types import (
     CURRENCY_PATTERN,
@@ -206,6 +206,13 @@ class Network(SpecModel):
         default=(),
         description="Additional egress rules of a Kubernetes NetworkPolicy, e.g. for an object store in the cluster. "
         "Defaults to none.",
+    )
+    url_hosts: Globs = Field(
+        default=(),
+        description="Globs of hosts, e.g. mlflow.example.com or *.tracking.svc. If a variable of a job's template.env, "
+        "such as MLFLOW_TRACKING_URI, or predict.server has a URL with such a host, the job's pods may reach its port: "
+        "at that IP address, in the namespace of a Service, or at any address for another name, as policies have no "
+        "names. Defaults to none.",
     )
     endpoint_clients: Annotated[tuple[Peer, ...], Field(max_length=64)] = Field(
         default=(),
