@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
-
-import jinja2
+from typing import TYPE_CHECKING, Any
 
 from finetune_contract.layout import FailureClass
 from finetune_trainer.core.failures import StageError
+from finetune_trainer.tasks.bounded_templates import render
 from finetune_trainer.tasks.conversations import ASSISTANT, LEARNT_IF, Conversation, Message
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, talk: Conversation, *, learnt:
     """
     try:
         turns = (with_replies if learnt else prompt_turns)(tokenizer, talk)
-    except (ValueError, TypeError, jinja2.TemplateError) as error:
+    except ValueError as error:
         raise StageError(
             FailureClass.DATA,
             "ConversationRefused",
@@ -103,11 +102,28 @@ def _render(tokenizer: PreTrainedTokenizerBase, talk: Conversation, *, reply: bo
     if not talk.messages:
         return ""
     messages = [_as_expected(tokenizer, message) for message in talk.messages]
-    tools = list(talk.tools) or None
-    return str(
-        tokenizer.apply_chat_template(
-            cast(Any, messages), tools=tools, tokenize=False, add_generation_prompt=reply, **talk.arguments
-        )
+    return _applied(tokenizer, messages, list(talk.tools) or None, reply=reply, **talk.arguments)
+
+
+def _applied(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: list[Any] | None = None,
+    *,
+    reply: bool = False,
+    **variables: Any,
+) -> str:
+    """Return the text of transformers' `apply_chat_template`, which would render it without limits."""
+    conversation = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    return render(
+        {
+            "conversations": [conversation],
+            "tools": tools,
+            "chat_template": tokenizer.get_chat_template(tools=tools),
+            "add_generation_prompt": reply,
+            **tokenizer.special_tokens_map,
+            **variables,
+        }
     )
 
 
@@ -119,7 +135,7 @@ def rendered_prefix(tokenizer: PreTrainedTokenizerBase, talk: Conversation, end:
     """Render the first messages; None for a template that does not accept them without the others."""
     try:
         return _render(tokenizer, talk.before(end))
-    except (ValueError, TypeError, jinja2.TemplateError):
+    except ValueError:
         return None
 
 
@@ -187,8 +203,8 @@ def _probed(tokenizer: PreTrainedTokenizerBase, arguments: Any) -> str:
     call = {"id": "probe0000", "type": "function", "function": function}
     messages: Any = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "", "tool_calls": [call]}]
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except (ValueError, TypeError, jinja2.TemplateError):
+        return _applied(tokenizer, messages)
+    except ValueError:
         return ""
 
 
