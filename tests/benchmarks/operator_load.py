@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -122,14 +123,15 @@ def children_of(stored: dict[str, Any], namespace: str) -> list[dict[str, Any]]:
     return manifests
 
 
-async def apply_jobs(cluster: Cluster, namespace: str, count: int) -> None:
+async def apply_jobs(cluster: Cluster, namespace: str, jobs: Iterable[dict[str, Any]]) -> None:
+    """Store the jobs as fast as possible."""
     api = AsyncApi(cluster.access)
     await api.open()
-    numbers = iter(range(count))
+    left = iter(jobs)
 
     async def generate() -> None:
-        for number in numbers:
-            await api.call("POST", path_of(API_VERSION, PLURAL, namespace), job_of(number))
+        for job in left:
+            await api.call("POST", path_of(API_VERSION, PLURAL, namespace), job)
 
     await asyncio.gather(*(generate() for _ in range(GENERATORS)))
     await api.close()
@@ -186,7 +188,7 @@ def run_operator(cluster: Cluster, process: OperatorProcess, count: int) -> Arm:
         mark = cluster.audit_mark()
         seen = psutil.Process(process.pid)
         before = sum(seen.cpu_times()[:2])
-        asyncio.run(apply_jobs(cluster, namespace, count))
+        asyncio.run(apply_jobs(cluster, namespace, map(job_of, range(count))))
         api, path = Api(cluster.access), path_of(API_VERSION, PLURAL, namespace)
 
         def made() -> bool:

@@ -30,9 +30,9 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from operator_load import GENERATORS, LEADS, Arm, job_of, measured, wait_until_deleted
+from operator_load import LEADS, Arm, apply_jobs, job_of, measured, wait_until_deleted
 
-from cluster_support.api_access import Api, AsyncApi, new_session, path_of, wait_until
+from cluster_support.api_access import Api, new_session, path_of, wait_until
 from cluster_support.control_plane import Cluster, needs_controllers, running_cluster
 from cluster_support.operator_process import OperatorProcess, install
 from cluster_support.world import fresh_namespace, install_kinds
@@ -67,20 +67,6 @@ def flood_jobs(count: int) -> list[dict[str, Any]]:
     return jobs
 
 
-async def apply_flood(cluster: Cluster, namespace: str, count: int) -> None:
-    """Store the flood as fast as possible."""
-    api = AsyncApi(cluster.access)
-    await api.open()
-    jobs = iter(flood_jobs(count))
-
-    async def generate() -> None:
-        for job in jobs:
-            await api.call("POST", path_of(API_VERSION, PLURAL, namespace), job)
-
-    await asyncio.gather(*(generate() for _ in range(GENERATORS)))
-    await api.close()
-
-
 def run(cluster: Cluster, process: OperatorProcess, name: str, flood: int, stored_before: bool = False) -> Arm:
     """Run one arm."""
     begun = process.logs().count(LEADS)
@@ -97,7 +83,7 @@ def run(cluster: Cluster, process: OperatorProcess, name: str, flood: int, store
 
     with fresh_namespace(cluster) as noise, fresh_namespace(cluster) as team:
         mark, api, path = cluster.audit_mark(), Api(cluster.access), path_of(API_VERSION, PLURAL, team)
-        storing = threading.Thread(target=lambda: asyncio.run(apply_flood(cluster, noise, flood)))
+        storing = threading.Thread(target=lambda: asyncio.run(apply_jobs(cluster, noise, flood_jobs(flood))))
         probing = threading.Thread(target=probe)
         for one in (storing, probing):
             one.start()
