@@ -7,6 +7,7 @@ import os
 import pickle
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,14 +18,15 @@ from typing import Any
 import psutil
 import pytest
 
-from finetune_operator.controller.reconcile import plan_process
+from finetune_operator.controller.reconcile import plan_process, planner
 from finetune_operator.controller.reconcile.plan_process import Limits
-from finetune_operator.controller.reconcile.planner import Answer, Planner
+from finetune_operator.controller.reconcile.planner import Planner
 from finetune_operator.controller.store.fair_queue import FairAsyncQueue, FairQueue
 from finetune_operator.controller.store.queue import JobKey
 from finetune_operator.jobs.decide.decide import PLANNING, decide
 from finetune_operator.jobs.outcomes.status import condition
 from finetune_operator.jobs.state.plan_table import (
+    Answer,
     NotPlannedError,
     PlannerLostError,
     PlanningFailedError,
@@ -275,6 +277,19 @@ def test_killed_process_fails_one_plan_and_is_started_again():
     with pytest.raises(PlannerLostError):
         found(first, answers[JobKey("team", "first")])
     assert found(second, answers[JobKey("team", "second")]).name == "second"
+
+
+def test_process_that_cannot_start_is_no_fault_of_the_job(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(planner, "module_command", lambda _: [sys.executable, "-c", "raise SystemExit(1)"])
+    request = request_of("small", SMALL)
+
+    async def work(running: Planning) -> None:
+        await running.planner.ask(JobKey("team", "small"), request)
+        await running.answered(1)
+
+    ((_, answer),) = planning(work).answers
+    with pytest.raises(PlannerLostError):
+        found(request, answer)
 
 
 def test_deleted_job_is_not_planned():

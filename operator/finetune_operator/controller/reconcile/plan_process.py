@@ -14,10 +14,11 @@ import signal
 import struct
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from finetune_operator.jobs.state.plan_table import PlanningFailedError, planned, refusal
+from finetune_operator.jobs.state.plan_table import Answer, PlanningFailedError, planned, refusal
 from finetune_operator.plan.types.plan_types import PlanRequest
 from finetune_operator.spec.problems import Problem
 from finetune_operator.spec.settings.settings import Settings
@@ -57,7 +58,7 @@ def too_much(limit: str) -> Problem:
     return Problem("", None, rule, "request fewer GPUs or a known model, set spec.parallelism, or report this as a bug")
 
 
-def answer(request: PlanRequest, settings: Settings, limits: Limits) -> bytes | PlanningFailedError:
+def answer(request: PlanRequest, settings: Settings, limits: Limits) -> Answer:
     """Return the plan for a table, within the limits."""
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
     try:
@@ -83,7 +84,9 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
         settings, limits = read(requests)
-        resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
+        # macOS does not limit it, and a lower limit of the surroundings stays.
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
         while True:
             answers.write(frame(answer(read(requests), settings, limits)))
             answers.flush()

@@ -14,14 +14,13 @@ import signal
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
-from typing import TypeAlias
 
 from finetune_contract.python_command import module_command
 from finetune_operator.controller.reconcile import plan_process
 from finetune_operator.controller.reconcile.plan_process import LENGTH, Limits, frame, too_much
 from finetune_operator.controller.store.fair_queue import FairQueue
 from finetune_operator.controller.store.queue import JobKey
-from finetune_operator.jobs.state.plan_table import PlannerLostError, PlanningFailedError, refusal
+from finetune_operator.jobs.state.plan_table import Answer, PlannerLostError, PlanningFailedError, refusal
 from finetune_operator.plan.types.plan_types import PlanRequest
 from finetune_operator.spec.settings.settings import Settings
 
@@ -31,9 +30,6 @@ PROCESSES = 2
 """Enough that one tenant's large plan does not hold up the others; each takes 45 MB once it is needed."""
 ANSWER_SECONDS = 300.0
 """Time after which a process is stopped that neither answers nor uses its CPU time."""
-
-Answer: TypeAlias = bytes | PlanningFailedError
-"""Content of a PlanTable."""
 
 
 class Planner:
@@ -133,5 +129,7 @@ class Planner:
                 "%s took more than %g s of CPU to plan, and is refused", request.job.name, self._limits.cpu_seconds
             )
             return refusal((too_much(f"{self._limits.cpu_seconds:g} s of CPU"),))
-        kind = PlannerLostError if code in (-signal.SIGKILL, -signal.SIGTERM) else PlanningFailedError
+        # Others send these two signals, and a process that exits by itself has not begun to plan.
+        lost = code >= 0 or code in (-signal.SIGKILL, -signal.SIGTERM)
+        kind = PlannerLostError if lost else PlanningFailedError
         return kind(f"the process that plans has ended with code {code}")

@@ -27,7 +27,7 @@ from finetune_operator.controller.reconcile.job_events import YIELD_SECONDS, Job
 from finetune_operator.controller.reconcile.job_memory import JobMemory, Reading, View
 from finetune_operator.controller.reconcile.job_objects import JobObjects
 from finetune_operator.controller.reconcile.operator_state import OperatorState, is_new
-from finetune_operator.controller.reconcile.planner import Answer, Planner
+from finetune_operator.controller.reconcile.planner import Planner
 from finetune_operator.controller.store.fair_queue import FairAsyncQueue
 from finetune_operator.controller.store.queue import JobKey
 from finetune_operator.controller.store.store import JobId
@@ -44,7 +44,7 @@ from finetune_operator.jobs.render.render_types import UID_LABEL, Manifest, Prog
 from finetune_operator.jobs.state.decision_state import has_started
 from finetune_operator.jobs.state.decision_types import NO_FINDINGS, Decision, JobView, ObjectRef, Observed
 from finetune_operator.jobs.state.plan_checks import plan_check_of
-from finetune_operator.jobs.state.plan_table import FindPlan, NotPlannedError, PlannerLostError
+from finetune_operator.jobs.state.plan_table import Answer, FindPlan, NotPlannedError, PlannerLostError
 from finetune_operator.kubernetes_api.errors import (
     ApiError,
     ConflictError,

@@ -35,6 +35,10 @@ class PlannerLostError(PlanningFailedError):
     """The process that plans cannot be reached, or was ended by somebody: another try may succeed."""
 
 
+Answer: TypeAlias = bytes | PlanningFailedError
+"""Content of a table: a pickled plan, or the pickled problems of a refused one; or why there is neither."""
+
+
 def planned(request: PlanRequest, settings: Settings) -> bytes:
     """Plan now, and return the plan, or the problems of a refused one, for a table. A plan takes 9 KB so, a fifth of
     its size as an object.
@@ -54,7 +58,7 @@ class PlanTable:
     """See the module."""
 
     def __init__(self) -> None:
-        self._known: deque[tuple[PlanRequest, bytes | PlanningFailedError]] = deque(maxlen=KEPT)
+        self._known: deque[tuple[PlanRequest, Answer]] = deque(maxlen=KEPT)
         self.missing: PlanRequest | None = None
         """Plan that was looked up last and was not known."""
 
@@ -73,7 +77,7 @@ class PlanTable:
             return content
         raise PlanRefused(content)
 
-    def put(self, request: PlanRequest, answer: bytes | PlanningFailedError) -> None:
+    def put(self, request: PlanRequest, answer: Answer) -> None:
         """Keep a plan."""
         self._known.append((request, answer))
 
