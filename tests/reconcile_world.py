@@ -35,6 +35,7 @@ from finetune_operator.jobs.state.decision_types import (
     Observed,
     Refusal,
     RouteView,
+    StartEvent,
 )
 from finetune_operator.jobs.state.plan_table import KEPT, NotPlannedError, PlanTable, planned
 from finetune_operator.plan.models.architectures import model_facts
@@ -141,6 +142,8 @@ class World:
     refuse: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Kind -> code and message with which its creation is refused."""
     refusals: tuple[Refusal, ...] = ()
+    start_events: tuple[StartEvent, ...] = ()
+    """Newest events of what keeps an attempt from starting."""
     learned: tuple[LearnedRatios, ...] = ()
     """Ratios of the namespace's finished jobs."""
     progress: ProgressStatus | None = None
@@ -193,7 +196,7 @@ class World:
         children = tuple(view for raw in self.children.values() if (view := child_view(raw)) is not None)
         pods = tuple(view for raw in self.pods.values() if (view := pod_view(raw)) is not None)
         seen = Observed(
-            children, pods, self.progress, self.findings,
+            children, pods, self.progress, self.findings, start_events=self.start_events,
             served=self.served, refusals=self.refusals, learned=self.learned,
             last_progress_at=self.last_progress_at, reports_complete_since=self.reports_complete_since,
         )  # fmt: skip
@@ -613,3 +616,8 @@ LIVES: dict[str, Callable[[World], object]] = {
     "a quota in the way": refused,
 }
 """Sentence -> function that brings a job there; one for each phase and each kind of end."""
+
+
+def limits(**seconds: float) -> Settings:
+    """Return settings with these limits."""
+    return Settings.model_validate({"limits": seconds})

@@ -18,12 +18,13 @@ from cluster_support.control_plane import Cluster
 from cluster_support.http_scaled_object import install_http_scaled_objects
 from cluster_support.httproute import install_httproutes
 from cluster_support.operator_process import ACCOUNT, MANIFESTS, NAMESPACE, USER, OperatorProcess, install
-from cluster_support.plays import RUNS, WRONG_COLUMN
+from cluster_support.plays import RUNS, WRONG_COLUMN, Play
 from cluster_support.world import SETTINGS, World, condition, conditions, install_kserve, namespace_for_pods
 from finetune_operator.jobs.render.render_types import PROGRESS_AUDIENCE, STAGE_LABEL
 from finetune_operator.kubernetes_api.resources import DEPLOYMENT, INFERENCE_SERVICE
 from finetune_operator.spec.launcher_rows import SUPPORTED, TRAINING
 from finetune_operator.spec.types import API_VERSION, PLURAL
+from suite_plugins.patience import patient
 
 ROLES = ("Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
 LEASE = "finetune-operator"
@@ -138,6 +139,9 @@ def play(world: World, mark: int) -> None:
         world.api.create(world.path(version, plural), body)
         world.apply(job, spec)
     world.operator.start()
+    # The events of a pod that has been starting for a minute are read.
+    world.kubelet.playbook.set("slow", "prepare", Play(waiting=("ContainerCreating", "")))
+    world.apply("slow")
     for job in FOREIGN:
         world.wait_phase(job, "Failed")
     print_secrets(world)
@@ -146,6 +150,7 @@ def play(world: World, mark: int) -> None:
     damage_certificate(world)
     meet_a_quota(world)
     write_beside_it(world, mark)
+    wait_until(lambda: ("", "events", "list") in used(world.cluster, mark)[0], "events are read", patient(150))
 
 
 def forget(world: World) -> None:
@@ -235,7 +240,7 @@ def meet_a_quota(world: World) -> None:
     wait_until(lambda: (world.api.get(path) or {}).get("status", {}).get("used"), "the quota counts")
     world.apply("crowded", {"resources": {"nodes": 2}})
     stalled = world.wait(
-        "crowded", "refused", lambda status: "exceeded quota" in condition(status, "Stalled").get("message", "")
+        "crowded", "refused", lambda status: "exceeded quota" in condition(status, "Running").get("message", "")
     )
     assert stalled["phase"] != "Failed"
     world.api.delete(path)

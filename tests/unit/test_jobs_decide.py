@@ -24,7 +24,7 @@ from finetune_operator.spec.types import (
     ProgressStatus,
     StageStatus,
 )
-from reconcile_world import BERT, GRACE, NOON, SPEC, World, report
+from reconcile_world import BERT, GRACE, NOON, SPEC, World, limits, report
 
 TWO_NODES = {**SPEC, "resources": {"nodes": 2}}
 AT = "2026-01-01T12:00:00Z"
@@ -40,10 +40,6 @@ def training(**changes: object) -> World:
     world.settle()
     assert world.stage("train") == ("Running", 1)
     return world
-
-
-def limits(**seconds: float) -> Settings:
-    return Settings.model_validate({"limits": seconds})
 
 
 # ------------------------------------------------------------------------------------------------------- the good way
@@ -1312,7 +1308,7 @@ def test_unschedulable_pods_are_reported_at_once():
     world.settle()
     assert world.job_condition("Running") == (
         "False",
-        "WaitingForPods",
+        "Unschedulable",
         "Waiting for 1 pod of reviews-prepare-1: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
     )
     world.wait(100_000)
@@ -1338,9 +1334,10 @@ def test_a_container_that_cannot_start_fails_the_job_after_a_while(reason: str, 
     assert (
         world.job_condition("Running")[2] == f'Waiting for 1 pod of reviews-prepare-1: {reason}: secret "hub" not found'
     )
-    assert world.decide().requeue_at == NOON + timedelta(seconds=seconds)
+    assert world.decide().requeue_at == NOON + timedelta(seconds=60)
     world.wait(seconds - 1)
     assert world.phase == "Preparing"
+    assert world.job_condition("Stalled")[:2] == ("True", expected)
     world.wait(1)
     failure = world.job().status.failure
     assert failure is not None

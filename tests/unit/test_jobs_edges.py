@@ -370,11 +370,11 @@ def test_job_without_pods_names_the_command_for_its_events():
     world.wait(60)
     assert world.job_condition("Running") == (
         "False",
-        "WaitingForPods",
-        "No pod of Job reviews-prepare-1 has been created in 60 s: a quota, a policy or a missing service account may "
-        "prevent it. See kubectl describe job reviews-prepare-1.",
+        "PodsNotCreated",
+        "No pod of Job reviews-prepare-1 has been created in 60 s: its controller may not run, or a policy may prevent "
+        "it. See kubectl describe job reviews-prepare-1.",
     )
-    assert world.decide().requeue_at is None
+    assert world.decide().requeue_at == NOON + timedelta(seconds=120)  # its events are read again
     world.make_pods("reviews-prepare-1")
     world.settle()
     assert world.job_condition("Running")[2] == "Waiting for 1 pod of reviews-prepare-1 to start."
@@ -470,7 +470,7 @@ def test_a_long_pull_before_an_error_is_not_the_errors(reason: str, seconds: int
     world.wait(3600)
     pulling(world, pod, reason)
     world.settle()
-    assert (world.phase, world.decide().requeue_at) == ("Preparing", world.now + timedelta(seconds=seconds))
+    assert (world.phase, world.decide().requeue_at) == ("Preparing", world.now + timedelta(seconds=60))
     world.wait(seconds - 1)
     assert world.phase == "Preparing"
     world.wait(1)

@@ -102,6 +102,22 @@ def test_gang_releases_its_nodes_after_the_limit_without_a_restart() -> None:
     assert world.job_condition("Running")[0] == "True"
 
 
+def test_gang_that_releases_its_nodes_goes_on_waiting_for_capacity() -> None:
+    world = training(gangSeconds=600, capacitySeconds=1800)
+    stalled = []
+    for _ in range(5):
+        following = next(one for one in world.job().status.stages if one.name == "train").next_attempt_time
+        world.wait(600 if following is None else (following - world.now).total_seconds())
+        if following is not None:
+            half_place(world)
+        stalled.append(world.job_condition("Stalled")[0])
+    train = next(one for one in world.job().status.stages if one.name == "train")
+    assert (train.attempt, train.waiting_for, train.waiting_since) == (3, "Capacity", NOON)
+    assert stalled == sorted(stalled)
+    assert set(stalled) == {"False", "True"}
+    assert [one.reason for one in world.events].count("Unschedulable") == 1
+
+
 def test_delays_of_two_jobs_and_of_two_attempts_differ() -> None:
     delays = set()
     for uid in ("uid-1", "uid-2"):
@@ -149,7 +165,7 @@ def test_gang_without_any_placed_pod_waits() -> None:
     world.settle()
     world.wait(86_400)
     assert world.stage("train") == ("Running", 1)
-    assert world.job_condition("Running")[1] == "WaitingForPods"
+    assert world.job_condition("Running")[1] == "Unschedulable"
 
 
 def test_an_image_that_cannot_be_pulled_is_reported_first() -> None:

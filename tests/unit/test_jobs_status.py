@@ -141,7 +141,7 @@ WAITS: dict[str, tuple[tuple[PodView, ...], Limits, PodWait | None]] = {
     "pods of which nothing is said": (
         (pending("a"), pending("b"), pending("c", phase="Running")),
         Limits(),
-        PodWait("Waiting for 2 pods of reviews-prepare-1 to start."),
+        PodWait("Waiting for 2 pods of reviews-prepare-1 to start.", until=NOON + timedelta(seconds=60)),
     ),
     "a pod that finds no node, for as long as it takes": (
         (pending("a", unschedulable="0/1 nodes"),),
@@ -190,7 +190,8 @@ def test_wait_of_an_attempt_follows_from_its_pods(pods: tuple[PodView, ...], lim
     world = World()
     world.settle()
     (child,) = world.observed().children
-    assert pod_wait(child, pods, NOON, limits) == expected
+    found = pod_wait(child, pods, NOON, limits)
+    assert (found and replace(found, end=None, since=None)) == expected
 
 
 # --------------------------------------------------------------------------------------------------------- small parts

@@ -174,10 +174,13 @@ def fleet(jobs: Iterable[JobView], now: datetime, last_progress_at: Callable[[Jo
 
 
 def _is_waiting(job: JobView) -> bool:
-    """Return whether its first pods are still to run. A job that is refused or suspended waits for its owner."""
+    """Return whether its first pods are still to run, and the cluster can start them: a job that is refused or
+    suspended waits for a person.
+    """
     status, ours = job.status, job.managed_by in (None, "", MANAGER)
     stalled = condition(status, "Stalled")
-    held = status.phase == "Suspended" or (stalled is not None and stalled.status == "True")
+    of_cluster = any(one.waiting_for in ("Capacity", "Controller") for one in status.stages)
+    held = status.phase == "Suspended" or (stalled is not None and stalled.status == "True" and not of_cluster)
     return ours and not job.deleting and job.job is not None and not held and not _has_run(status)
 
 

@@ -81,10 +81,23 @@ class ContainerStatus(Raw):
 Statuses = Annotated[tuple[ContainerStatus, ...], BeforeValidator(empty)]
 
 
+class ClaimSource(Raw):
+    """`persistentVolumeClaim` of a volume."""
+
+    claim_name: str = ""
+
+
+class Volume(Raw):
+    """Volume of a pod."""
+
+    persistent_volume_claim: ClaimSource | None = None
+
+
 class PodSpec(Raw):
     """Fields that are read from a pod's spec."""
 
     node_name: str | None = None
+    volumes: Annotated[tuple[Volume, ...], BeforeValidator(empty)] = ()
 
 
 class PodStatus(Raw):
@@ -284,6 +297,7 @@ def pod_view(value: Mapping[str, JsonValue]) -> PodView | None:
         deleting_until=raw.metadata.deletion_timestamp,
         deleting_since=_deleting_since(raw.metadata),
         container=_container(raw.metadata),
+        claims=tuple(one.persistent_volume_claim.claim_name for one in raw.spec.volumes if one.persistent_volume_claim),
     )
 
 

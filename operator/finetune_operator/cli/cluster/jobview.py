@@ -315,9 +315,14 @@ def notable(conditions: Sequence[Condition], failure_is_shown: bool) -> tuple[Co
         for one in conditions
         if (one.type, one.status) in (("Stalled", "True"), ("Running", "False")) and one.message
     ]
-    return tuple(
-        one for number, one in enumerate(waits) if one.message not in [wait.message for wait in waits[:number]]
-    )
+    # Stalled repeats the message of Running and adds to it.
+    longest = sorted(waits, key=lambda one: -len(one.message))
+    repeats = [
+        one
+        for number, one in enumerate(longest)
+        if any(other.message.startswith(one.message.rstrip(".")) for other in longest[:number])
+    ]
+    return tuple(one for one in waits if one not in repeats)
 
 
 def failure_headline(failure: FailureStatus) -> str:

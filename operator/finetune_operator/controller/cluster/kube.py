@@ -19,7 +19,7 @@ Requests in use, which are those that the Roles in manifests/operator grant:
 | policy | poddisruptionbudgets | get create patch delete | jobs | beside servers |
 | "" | pods | list watch | jobs | reports, causes |
 | "" | pods/log | get | jobs | end of a failed pod's log |
-| "" | events | create | jobs | the story |
+| "" | events | create list | jobs | the story; list: why a pod does not start, its own or its child's events |
 | "" | nodes | list | cluster | GPUs, for plans of jobs with some (nodes.read) |
 | authentication.k8s.io | tokenreviews | create | cluster | tokens of progress posts (progress.tokens: review) |
 | none | /.well-known/openid-configuration /openid/v1/jwks | get | cluster | the same (progress.tokens: keys) |
@@ -189,6 +189,13 @@ class Kube(KubernetesClient):
         query = {"fieldManager": self.manager, "force": "true" if uid is not None else "false"}
         path = resource.path(namespace, str(metadata["name"]))
         return await self._json(Request("patch", path, resource.plural, query, as_yaml(body), APPLY_PATCH))
+
+    async def events_of(self, namespace: str, kind: str, name: str, uid: str | None = None) -> list[Manifest]:
+        """Return the events about an object; without `uid`, about all that had this name."""
+        fields = {"involvedObject.kind": kind, "involvedObject.name": name}
+        fields |= {} if uid is None else {"involvedObject.uid": uid}
+        events, _ = await self.list_objects(EVENT, namespace, fields=",".join(f"{k}={v}" for k, v in fields.items()))
+        return events
 
     async def create_event(
         self, involved: Mapping[str, JsonValue], kind: str, reason: str, message: str, salt: str = ""

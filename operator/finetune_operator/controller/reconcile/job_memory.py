@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Generic, TypeVar
 
-from finetune_operator.jobs.state.decision_types import AutoscalerView, IdleScalingView, Refusal, RouteView
+from finetune_operator.jobs.state.decision_types import AutoscalerView, IdleScalingView, Refusal, RouteView, StartEvent
 from finetune_operator.jobs.state.plan_table import PlanTable
 
 View = TypeVar("View")
@@ -39,6 +39,8 @@ class JobMemory:
     """The endpoint's HTTPRoute."""
     idle_scaling: Reading[IdleScalingView] = field(default_factory=Reading)
     """The endpoint's HTTPScaledObject."""
+    start_events: Reading[tuple[StartEvent, ...]] = field(default_factory=Reading)
+    """Newest events of the objects that keep its attempt from starting."""
     queued: set[tuple[str, str, str]] = field(default_factory=set)
     """Events that were queued: version of the job that they were decided at, reason, message."""
     progress_written: float = float("-inf")

@@ -39,6 +39,7 @@ from finetune_operator.jobs.decide.decide import PLANNING_SHOWN
 from finetune_operator.jobs.decide.internal_error import after_internal_error
 from finetune_operator.jobs.observed import pods_being_deleted, redacted_log, wanted_logs
 from finetune_operator.jobs.outcomes.learning import learned_from
+from finetune_operator.jobs.outcomes.start_events import QUIET_SECONDS, newest_event, wanted_events
 from finetune_operator.jobs.render.pod_parts import CONTAINER_NAME
 from finetune_operator.jobs.render.render_types import UID_LABEL, Manifest, ProgressEndpoint
 from finetune_operator.jobs.state.decision_state import has_started
@@ -48,6 +49,7 @@ from finetune_operator.jobs.state.plan_table import Answer, FindPlan, NotPlanned
 from finetune_operator.kubernetes_api.errors import (
     ApiError,
     ConflictError,
+    ForbiddenError,
     NotFoundError,
 )
 from finetune_operator.kubernetes_api.resources import (
@@ -197,6 +199,7 @@ class Reconciler:
             await self._nodes.refresh()
         await self._read_logs(key, memory)
         await self._read_stale_attempt(key, memory)
+        await self._read_start_events(key, memory)
         await self._read_autoscaler(key, memory)
         await self._read_route(key, memory)
         await self._read_idle_scaling(key, memory)
@@ -278,6 +281,7 @@ class Reconciler:
             pods_before=self._state.store.pods_before(JobKey(job.namespace, job.name), job.uid),
             progress=None if attempt is None else progress.of(*attempt),
             findings=NO_FINDINGS if attempt is None else progress.findings_of(*attempt),
+            start_events=memory.start_events.view or (),
             logs=tuple(sorted(memory.logs.items())),
             last_logs=tuple(sorted(memory.last_logs.items())),
             served=self._discovery.served,
@@ -312,6 +316,24 @@ class Reconciler:
             memory.last_logs[name] = await self._log_end(job, name)
         for name in wanted_logs(job, observed, self._state.now(), self._state.settings):
             memory.logs[name] = await self._log_end(job, name)
+
+    async def _read_start_events(self, key: JobKey, memory: JobMemory) -> None:
+        """Read the events of the objects that keep an attempt from starting, if the wait is long, and at intervals."""
+        job, last, now = self._state.store.job(key), memory.start_events, time.monotonic()
+        wanted = () if job is None else wanted_events(job, self._observed(job, memory), self._state.now())
+        if job is None or not wanted:
+            last.view, last.time = None, float("-inf")
+        elif now >= last.time + QUIET_SECONDS:
+            last.time = now
+            try:
+                events = [
+                    newest_event(job, await self._state.kube.events_of(key.namespace, one.kind, one.name, one.uid))
+                    for one in wanted
+                ]
+            except ForbiddenError as error:
+                log.info("%s: the events of what it waits for cannot be read: %s", key, error)
+                events = []
+            last.view = tuple(event for event in events if event is not None)
 
     async def _read_autoscaler(self, key: JobKey, memory: JobMemory) -> None:
         job, last = self._state.store.job(key), memory.autoscaler

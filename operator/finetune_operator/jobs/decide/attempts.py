@@ -24,6 +24,7 @@ from finetune_operator.jobs.outcomes.hang_detection import hang_cause, pods_to_r
 from finetune_operator.jobs.outcomes.pod_replacement import current_pods, pods_with_cause, report_replaced_pods
 from finetune_operator.jobs.outcomes.remedies import Cause, OperatorCause
 from finetune_operator.jobs.outcomes.spot import follow_spot_wait, start_spot_clock, words
+from finetune_operator.jobs.outcomes.stalls import follow_wait
 from finetune_operator.jobs.outcomes.status import NO_PROGRESS, condition
 from finetune_operator.jobs.outcomes.waiting_reasons import pod_wait
 from finetune_operator.jobs.render.render_types import Attempt
@@ -190,9 +191,11 @@ def _underway(state: ReconcileState, stage: StageStatus, child: ChildView, pods:
     if child.deleting:
         return state.with_findings(waiting=f"{child.ref.kind} {child.ref.name} is being deleted.")
     placed = stage.nodes_since is not None
-    wait = pod_wait(child, pods, state.now, state.settings.limits, stage.blocked_since, placed=placed)
+    events = state.observed.start_events
+    wait = pod_wait(child, pods, state.now, state.settings.limits, stage.blocked_since, placed=placed, events=events)
     blocked = None if wait is None else wait.blocked_since
     stage = with_pod_times(stage.model_copy(update={"blocked_since": blocked}), pods)
+    state, stage = follow_wait(state, stage, wait)
     state = state.with_stage(stage)
     if wait is not None:
         for follow in (follow_gang, follow_spot_wait):

@@ -32,9 +32,11 @@ from finetune_operator.jobs.outcomes.spot import (
     exceeded_limit,
     stop_spot_clock,
 )
+from finetune_operator.jobs.outcomes.stalls import REFUSED, waiting
 from finetune_operator.jobs.outcomes.status import complete, condition, ended
+from finetune_operator.jobs.outcomes.wait_ends import QUOTA, WaitEnd, refusal_end
 from finetune_operator.jobs.render.render_types import ProgressEndpoint
-from finetune_operator.jobs.state.decision_state import Inputs, ReconcileState, Stalled
+from finetune_operator.jobs.state.decision_state import Inputs, ReconcileState
 from finetune_operator.jobs.state.decision_types import (
     Decision,
     EventNote,
@@ -239,10 +241,11 @@ def _retry_refused(state: ReconcileState, current: StageStatus, refusal: Refusal
         }
     )
     message = f"The API server refuses {name}, and the operator retries: {refusal.message}"
-    state = state.with_stage(delayed).with_findings(stalled=Stalled("Refused", message))
-    before = condition(state.job.status, "Stalled")
-    if before is None or before.reason != "Refused":
-        state = state.with_event("Refused", message, warning=True)
+    end = refusal_end(refusal.message)
+    if end.reason != QUOTA:
+        end = WaitEnd(REFUSED, end.waits_for)
+    state, delayed = waiting(state, delayed, end, message, refused=True)
+    state = state.with_stage(delayed).with_findings(waiting=message, waiting_reason=end.reason)
     return state.with_actions(delete=(*state.decision.delete, *_created_before(state, current, refusal.ref)))
 
 

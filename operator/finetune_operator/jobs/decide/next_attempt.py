@@ -19,10 +19,12 @@ from finetune_operator.jobs.outcomes.spot import (
     start_spot_clock,
     words,
 )
+from finetune_operator.jobs.outcomes.stalls import REFUSED, still_stalled
 from finetune_operator.jobs.outcomes.status import condition
+from finetune_operator.jobs.outcomes.wait_ends import QUOTA
 from finetune_operator.jobs.render.manifests import shared
 from finetune_operator.jobs.render.render_types import Attempt
-from finetune_operator.jobs.state.decision_state import ReconcileState, Stalled, reference
+from finetune_operator.jobs.state.decision_state import ReconcileState, reference
 from finetune_operator.jobs.state.decision_types import (
     ChildView,
     ObjectRef,
@@ -52,6 +54,7 @@ def proceed(state: ReconcileState) -> ReconcileState:
     state = _delete_recorded(state, current)
     if state.suspended:
         return state
+    state = still_stalled(state, current)
     waiting = _wait_for_earlier_job(state) or _wait_for_earlier_attempt(state, current)
     if waiting is not None:
         return waiting.with_findings(stalled=state.findings.stalled)
@@ -121,10 +124,12 @@ def _wait_for_delay(state: ReconcileState, current: StageStatus, at: datetime) -
     start = f"Attempt {number} of stage {current.name} starts at {stamp(at)}"
     failure = state.status.failure
     reason = f", after {failure.failure_class}: {failure.message}" if failure is not None else "."
-    before = condition(state.job.status, "Stalled")
-    if state.findings.stalled is None and before is not None and before.reason == "Refused":
-        state = state.with_findings(stalled=Stalled(before.reason, before.message))
-    return state.requeue(at).with_findings(waiting=f"{start}{reason}")
+    state, was = state.requeue(at), condition(state.job.status, "Running")
+    if was is None or was.reason not in (REFUSED, QUOTA):
+        return state.with_findings(waiting=f"{start}{reason}")
+    if not state.findings.waiting:
+        state = state.with_findings(waiting=was.message, waiting_reason=was.reason)
+    return state
 
 
 def following_attempt(state: ReconcileState, current: StageStatus) -> Attempt:
@@ -158,6 +163,8 @@ def _start_attempt(state: ReconcileState, current: StageStatus) -> ReconcileStat
             "completion_time": None,
             "next_attempt_time": None,
             "blocked_since": None,
+            # A stopped gang goes on waiting for the same capacity.
+            **({} if current.attempt else {"waiting_for": None, "waiting_since": None}),
             "capacity": capacity,
             "nodes_since": None,
             "running_since": None,

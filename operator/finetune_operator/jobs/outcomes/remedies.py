@@ -48,6 +48,7 @@ class OperatorCause(StrEnum):
     POD_REJECTED = "PodRejected"
     IMAGE_PULL = "ImagePull"
     CONTAINER_CONFIG = "ContainerConfig"
+    CONTAINER_CREATING = "ContainerCreating"
     UNSCHEDULABLE = "Unschedulable"
     SPOT_UNAVAILABLE = "SpotUnavailable"
     KILLED = "Killed"
@@ -91,6 +92,7 @@ REMEDIES: dict[CauseClass, Remedy] = {
     OperatorCause.PODS_GONE: Remedy.FREE,
     OperatorCause.IMAGE_PULL: Remedy.FAIL,
     OperatorCause.CONTAINER_CONFIG: Remedy.FAIL,
+    OperatorCause.CONTAINER_CREATING: Remedy.FAIL,
     OperatorCause.UNSCHEDULABLE: Remedy.FAIL,
     OperatorCause.SPOT_UNAVAILABLE: Remedy.FAIL,
     OperatorCause.KILLED: Remedy.COUNTED,

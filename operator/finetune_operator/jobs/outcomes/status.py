@@ -26,6 +26,8 @@ from finetune_operator.spec.types import (
 
 MESSAGE_LIMIT = 32_768
 """Limit of metav1.Condition."""
+WAITING_FOR_PODS = "WaitingForPods"
+"""Reason of the condition Running while pods are about to start."""
 NO_PROGRESS = "NoProgress"
 """Reason of the condition Running while an attempt reports nothing new."""
 
@@ -158,15 +160,16 @@ def running(state: ReconcileState) -> ConditionContent:
         return ConditionContent("False", "Suspended", "runPolicy.suspend is true; set it to false to resume.")
     current = state.current
     if current is None or current.state == "Pending":
+        usual = "Waiting" if state.started else "NotStarted"
         return ConditionContent(
-            "False", "NotStarted" if not state.started else "Waiting", state.findings.waiting or "Nothing runs yet."
+            "False", state.findings.waiting_reason or usual, state.findings.waiting or "Nothing runs yet."
         )
     if current.state != "Running":
         return ConditionContent(
             "False", "Restarting", state.findings.waiting or f"Stage {current.name} is about to restart."
         )
     if state.findings.waiting:
-        return ConditionContent("False", state.findings.waiting_reason, state.findings.waiting)
+        return ConditionContent("False", state.findings.waiting_reason or WAITING_FOR_PODS, state.findings.waiting)
     if state.findings.no_progress_message:
         return ConditionContent(
             "True",
@@ -185,12 +188,12 @@ def _child_suffix(stage: StageStatus) -> str:
 
 
 def ready(state: ReconcileState) -> ConditionContent:
-    """Return condition Ready: True if the job has succeeded, or its endpoint answers."""
+    """Return condition Ready: True if the job has succeeded, or its endpoint answers; else with the reason why not."""
     match state.end:
         case "Succeeded":
             return ConditionContent("True", "Succeeded", "All stages have succeeded.")
         case "Failed":
-            return ConditionContent("False", "Failed", _failure(state))
+            return ConditionContent("False", _failure_reason(state), _failure(state))
         case None if state.findings.readiness is not None:
             return ConditionContent(
                 "True" if state.findings.readiness.ready else "False",
@@ -198,7 +201,19 @@ def ready(state: ReconcileState) -> ConditionContent:
                 state.findings.readiness.message,
             )
         case None:
-            return ConditionContent("False", "InProgress", _progress(state))
+            return _not_ready(state)
+
+
+def _not_ready(state: ReconcileState) -> ConditionContent:
+    """Return why a job that goes on is not ready: what blocks it, else what it waits for, else its progress."""
+    blocked = stalled(state)
+    if blocked.status == "True":
+        return ConditionContent("False", blocked.reason, blocked.message)
+    if state.suspended:
+        return ConditionContent("False", "Suspended", _progress(state))
+    if state.findings.waiting and state.findings.waiting_reason:
+        return ConditionContent("False", state.findings.waiting_reason, state.findings.waiting)
+    return ConditionContent("False", "InProgress", _progress(state))
 
 
 def _progress(state: ReconcileState) -> str:
@@ -230,9 +245,12 @@ def succeeded(state: ReconcileState) -> ConditionContent:
 def failed(state: ReconcileState) -> ConditionContent:
     """Return condition Failed: True if the job has failed for good."""
     if state.end == "Failed":
-        failure = state.status.failure
-        return ConditionContent("True", "Failed" if failure is None else failure.failure_class, _failure(state))
+        return ConditionContent("True", _failure_reason(state), _failure(state))
     return ConditionContent("False", state.end or "InProgress", "The job has not failed.")
+
+
+def _failure_reason(state: ReconcileState) -> str:
+    return "Failed" if state.status.failure is None else state.status.failure.failure_class
 
 
 def _failure(state: ReconcileState) -> str:

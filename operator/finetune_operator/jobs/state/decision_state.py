@@ -78,8 +78,8 @@ class Findings:
     """Reasons that there is no plan."""
     waiting: str = ""
     """Message on the wait of the current attempt, or of the next one."""
-    waiting_reason: str = "WaitingForPods"
-    """Reason of that wait, while an attempt runs."""
+    waiting_reason: str = ""
+    """Reason of that wait; empty: the usual one."""
     no_progress_message: str = ""
     """Message on a running attempt that reports nothing new."""
     stalled: Stalled | None = None

@@ -120,6 +120,17 @@ class Waiting:
 
 
 @dataclass(frozen=True)
+class StartEvent:
+    """Newest event about an object that keeps an attempt from starting."""
+
+    kind: str
+    name: str
+    reason: str
+    message: str
+    warning: bool = True
+
+
+@dataclass(frozen=True)
 class PodView:
     """One pod of an attempt."""
 
@@ -159,6 +170,8 @@ class PodView:
     """Time when its deletion was requested, in whole seconds."""
     container: str = CONTAINER_NAME
     """Name of the trainer's container."""
+    claims: tuple[str, ...] = ()
+    """PersistentVolumeClaims that it mounts."""
     deleted: bool = False
     """True if it no longer exists: this is its last known state."""
 
@@ -299,6 +312,8 @@ class Observed:
     """Name of a pod and its log tail, for pods that `wanted_logs` asked for; empty text: no log can be read."""
     last_logs: tuple[tuple[str, str], ...] = ()
     """Same for pods that `pods_being_deleted` named, read when their deletion began: a pod's log is deleted with it."""
+    start_events: tuple[StartEvent, ...] = ()
+    """Newest event of each object that `wanted_events` asked for."""
     served: tuple[LauncherName, ...] = BUILT_IN
     """Launchers whose kinds the API server serves, as `planning.plan_types.Facts.served` takes them."""
     nodes: NodesRead | None = None

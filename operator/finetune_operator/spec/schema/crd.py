@@ -86,6 +86,7 @@ KEYS: Mapping[str, str] = {"template.env": "name", "template.volumes": "name", "
 _COLUMNS: tuple[tuple[str, str, str, int], ...] = (
     ("Phase", "string", ".status.phase", 0),
     ("Stage", "string", ".status.stage", 0),
+    ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', 0),
     ("Progress", "integer", ".status.progress.percent", 0),
     ("Loss", "number", ".status.progress.loss", 0),
     ("ETA", "number", ".status.progress.remainingSeconds", 0),

@@ -115,10 +115,20 @@ class Limits(SpecModel):
         description="Seconds until a job fails because its container cannot be created (e.g. a missing Secret). "
         "Defaults to 120.",
     )
+    container_creating_seconds: Count = Field(
+        default=1800,
+        description="Seconds until a job fails because the node cannot prepare its container: it cannot attach or "
+        "mount a volume, or create the pod's network. A pull of the image does not count. Defaults to 1800.",
+    )
     unschedulable_seconds: Count | None = Field(
         default=None,
         description="Seconds until a job fails because its pods cannot be scheduled. If unset, it waits and reports "
         "the reason.",
+    )
+    capacity_seconds: NonNegative = Field(
+        default=3600,
+        description="Seconds until a job that waits for free nodes or quota is Stalled. It goes on waiting, and is no "
+        "longer Stalled once its pods run. 0 disables it. Defaults to 3600.",
     )
     gang_seconds: Annotated[int, Field(ge=0, le=1500)] = Field(
         default=900,

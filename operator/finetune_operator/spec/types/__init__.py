@@ -109,4 +109,4 @@ from finetune_operator.spec.types.status_plan import (
     PlanCheckStatus,
     PlanStatus,
 )
-from finetune_operator.spec.types.status_stages import Capacity, ChildReference, StageStatus
+from finetune_operator.spec.types.status_stages import Capacity, ChildReference, StageStatus, WaitingFor

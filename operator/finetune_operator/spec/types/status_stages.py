@@ -12,6 +12,10 @@ StageText: TypeAlias = Annotated[Stage, WithJsonSchema({"type": "string"})]
 """Stage of a field whose schema is any text: the CRD of an earlier version has no list of stages there."""
 Capacity: TypeAlias = Literal["spot", "onDemand"]
 """Kinds of nodes: those that can be reclaimed, and any."""
+WaitingFor: TypeAlias = Literal["Person", "Capacity", "Controller"]
+"""Ends of a wait that does not end by itself: somebody changes something, others leave nodes or quota free, or a
+component of the cluster does its work.
+"""
 
 
 class ChildReference(StatusModel):
@@ -42,6 +46,13 @@ class StageStatus(StatusModel):
         description="Time since which a container of the current attempt cannot start because of its image or mounts, "
         "RFC 3339.",
     )
+    waiting_for: WaitingFor | None = Field(
+        default=None,
+        description="Who ends the wait of the stage: Person (somebody has to change something), Capacity (other jobs "
+        "leave nodes or quota free, or nodes are added), or Controller (a component of the cluster does its work). "
+        "Unset while the stage runs or goes on by itself.",
+    )
+    waiting_since: OptionalTime = Field(default=None, description="Time since which it waits for that, RFC 3339.")
     furthest_step: int | None = Field(
         default=None, ge=0, description="Furthest step that a failed attempt of the stage reported."
     )
