@@ -81,18 +81,17 @@ class Effect:
     """Failure class in the status."""
 
 
-# A SIGKILL may come from the kernel's OOM killer, and is reported as that. The processes of a node without power look
-# the same if they are seen before the node is missed.
-_KILLED = (Effect(Remedy.ADAPTED, "OutOfMemory"),)
+# The processes of a node without power look like killed ones if they are seen before the node is missed.
+_KILLED = (Effect(Remedy.COUNTED, "Killed"),)
 # A controller that loses sight of a pod's end, as during an outage of the API server, leaves its attempt without pods.
 _STOPPED = tuple(Effect(Remedy.FREE, failure) for failure in ("Preempted", "NodeLost", "PodsGone"))
 EFFECTS: Mapping[Kind, tuple[Effect, ...]] = {
     Kind.KILL_POD: _KILLED,
     Kind.KILL_RANK: _KILLED,
-    Kind.CRASH_RANK: (Effect(Remedy.COUNTED, "Killed"),),
+    Kind.CRASH_RANK: _KILLED,
     Kind.RAISE: (Effect(Remedy.FATAL, "ProgramError"),),
     Kind.HANG: (Effect(Remedy.COUNTED, "NoProgress"),),
-    Kind.MEMORY: _KILLED,
+    Kind.MEMORY: (Effect(Remedy.ADAPTED, "OutOfMemory"),),
     Kind.DELETE_POD: _STOPPED,
     Kind.DELETE_CHILD: (Effect(Remedy.COUNTED, "ChildDeleted"),),
     Kind.PREEMPT: _STOPPED,
@@ -353,7 +352,8 @@ def _together(dice: random.Random, faults: Sequence[Fault]) -> tuple[Fault, ...]
     found = list(faults[:1])
     for before, fault in pairwise(faults):
         fits = fault.kind in (BLIND if before.kind is Kind.API else BLIND | GRACEFUL - {Kind.SUSPEND})
-        same = before.stage == fault.stage and before.moment in (Moment.BEGUN, Moment.STEP)
+        moments = (Moment.STEP,) if fault.kind is Kind.RAISE else (Moment.BEGUN, Moment.STEP)
+        same = before.stage == fault.stage and before.moment in moments
         if before.kind in CONTROL and not found[-1].together and fits and same and dice.random() < 0.6:
             fault = replace(fault, moment=before.moment, share=before.share, together=True)
         found.append(fault)

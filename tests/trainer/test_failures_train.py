@@ -7,16 +7,21 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from finetune_contract.layout import EXIT_CODES, FailureClass
 from finetune_contract.report import TrainerReport
 from finetune_contract.trainer_job import CheckpointSchedule
-from finetune_trainer.core.failures import StageError
+from finetune_trainer.core.failures import StageError, classify
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -190,6 +195,32 @@ def test_out_of_memory_has_its_own_class(finished, tmp_path: Path):
     limit = int(measured.stdout.split()[-1]) * 1024 + 700 * 2**20
     report = refused(run, before, FailureClass.OUT_OF_MEMORY, "OutOfMemory", wrapper=["prlimit", f"--as={limit}"])
     assert "microBatchSize" in report.failure.hint
+
+
+class Killed(list[int]):
+    """Rows; a process that reads one is killed."""
+
+    def __getitem__(self, index: Any) -> Any:
+        signal.raise_signal(signal.SIGKILL)
+
+
+def load_batch() -> None:
+    from torch.utils.data import DataLoader
+
+    list(DataLoader(Killed([0]), num_workers=1))  # type: ignore[arg-type]
+
+
+def prepare_shard() -> None:
+    with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool:
+        pool.submit(signal.raise_signal, signal.SIGKILL).result()
+
+
+@pytest.mark.parametrize("read", [load_batch, prepare_shard])
+def test_killed_process_that_reads_rows_is_no_error_of_the_program(read: Callable[[], None]):
+    with pytest.raises(RuntimeError) as caught:
+        read()
+    failure = classify(caught.value)
+    assert (failure.failure_class, failure.reason, failure.exit_code) == (FailureClass.KILLED, "Killed", 137)
 
 
 def test_report_uses_results_of_stages_and_survives_damaged_ones(finished):

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,9 +24,11 @@ from finetune_contract.data_settings import Preparation
 from finetune_contract.layout import ENV_GRACE_SECONDS, ENV_STACKS_SECONDS, FailureClass, JobPaths
 from finetune_contract.report import TrainerReport
 from finetune_trainer.core.distributed import free_port
+from finetune_trainer.core.oom_kills import oom_kills
 from finetune_trainer.data.prepared import PreparedData
 from process_support.command_lines import command_of, trainer_arguments
 from process_support.left import left
+from process_support.memory_group import EATS_MEMORY, memory_group
 from process_support.signals import blocks
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
@@ -170,9 +173,7 @@ def test_killed_rank_is_the_cause_and_the_other_pod_reports_a_lost_peer(bench, c
     (victim,) = pods[0].ranks()
     victim.kill()
     (code, report, output), (other_code, other, other_output) = [pod.end() for pod in pods]
-    assert (code, report.failure.failure_class, report.failure.reason) == (137, FailureClass.OUT_OF_MEMORY, "Killed"), (
-        output
-    )
+    assert (code, report.failure.failure_class, report.failure.reason) == (137, FailureClass.KILLED, "Killed"), output
     assert (other_code, other.failure.failure_class) == (150, FailureClass.COLLECTIVE), other_output
     assert {report.rank, other.rank} == {0, 1}
     assert report.failure.time > 0
@@ -369,6 +370,48 @@ def test_stage_without_a_report_is_reported_with_its_last_output(bench, cluster_
     assert (code, report.failure.failure_class, report.failure.reason) == (1, FailureClass.PROGRAM, "NoReport"), output
     assert "exit code 3" in report.failure.message
     assert "the driver is gone" in report.failure.message
+
+
+COUNTERS: dict[str, tuple[dict[str, str], int]] = {
+    "version 2, in a container": ({"memory.events": "max 9\noom_kill 2\noom_group_kill 1\n"}, 2),
+    "version 2, by its path": ({"pods/one/memory.events": "oom_kill 3\n", "memory.events": "oom_kill 8\n"}, 3),
+    "version 1, in a container": ({"memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 4\n"}, 4),
+    "version 1, by its path": (
+        {"memory/jobs/two/memory.oom_control": "oom_kill 5\n", "memory/memory.oom_control": "oom_kill 8\n"},
+        5,
+    ),
+    "a kernel that does not count": ({"memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\n"}, 0),
+    "no cgroup to read": ({}, 0),
+}
+
+
+@pytest.mark.parametrize(("files", "count"), COUNTERS.values(), ids=COUNTERS.keys())
+def test_ends_for_memory_are_read_from_the_own_cgroup(files: Mapping[str, str], count: int, tmp_path: Path):
+    for name, text in files.items():
+        file = tmp_path / "cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    own = tmp_path / "own"
+    own.write_text("5:cpu,cpuacct:/x\n4:memory:/jobs/two\n1:name=systemd:/y\n0::/pods/one\n")
+    assert oom_kills(tmp_path / "cgroup", own) == count
+
+
+def test_rank_that_the_kernel_kills_for_memory_is_out_of_memory(bench, cluster_of, tmp_path: Path):
+    cluster = cluster_of(bench)
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\nif 'launch' not in sys.orig_argv:\n{textwrap.indent(EATS_MEMORY, '    ')}"
+    )
+    with memory_group(200 << 20) as group:
+        cluster.python = group.wrapper(tmp_path / "python", sys.executable)
+        code, report, output = cluster.run(Stage.PREPARE, "--with", "process", PYTHONPATH=_before(tmp_path))
+    assert (code, report.failure.failure_class) == (155, FailureClass.OUT_OF_MEMORY), output
+    assert report.failure.reason == "OOMKilled"
+    assert "killed from outside with SIGKILL" in report.failure.message
+
+
+def _before(folder: Path) -> str:
+    """Return PYTHONPATH with `folder` first."""
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
 
 
 def test_pods_of_an_indexed_job_prepare_as_the_ranks_of_their_index(bench, cluster_of, tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -17,13 +18,16 @@ import pytest
 
 from finetune_trainer.core.distributed import free_port
 from finetune_trainer.core.failures import StageError
+from finetune_trainer.launching.mpi import has_oom_kills
 from finetune_trainer.launching.sshd import _session_variables
 from process_support.left import left
+from process_support.memory_group import EATS_MEMORY, memory_group
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
 
 TIMEOUT_SECONDS = patient(180)
 TOOLS = ("ssh", "ssh-keygen")
+PYTHON_PATH = os.pathsep.join(filter(None, ('/some where/"x"', os.environ.get("PYTHONPATH"))))
 Client = Callable[..., subprocess.Popen[str]]
 
 
@@ -55,28 +59,18 @@ def server(key: Path, privilege_folder: None, tmp_path: Path) -> Iterator[tuple[
     command = [sys.executable, "-m", "finetune_trainer", "sshd", "--port", str(port)]
     environment = {
         **os.environ,
-        "PYTHONPATH": '/some where/"x"',
+        "PYTHONPATH": PYTHON_PATH,
         "FINETUNE_GRACE_SECONDS": f"{patient(20):.0f}",
         "SECRET": "canary",
     }
     process = subprocess.Popen([*command, "--authorized-keys", str(key) + ".pub"], env=environment)
 
     def run(remote_command: str, identity: Path = key) -> subprocess.Popen[str]:
-        options = [
-            "-F",
-            "none",
-            "-i",
-            str(identity),
-            "-p",
-            str(port),
-            "-o",
-            "IdentitiesOnly=yes",
-            "-o",
-            "BatchMode=yes",
-        ]
-        options += ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR"]
         return subprocess.Popen(
-            ["ssh", *options, "127.0.0.1", remote_command], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            ["ssh", *_ssh_options(process, identity), "127.0.0.1", remote_command],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
 
     def listens() -> bool:
@@ -91,13 +85,20 @@ def server(key: Path, privilege_folder: None, tmp_path: Path) -> Iterator[tuple[
         process.wait(TIMEOUT_SECONDS)
 
 
+def _ssh_options(server: subprocess.Popen[bytes], identity: Path) -> list[str]:
+    assert isinstance(server.args, list)
+    port = server.args[server.args.index("--port") + 1]
+    options = ["-F", "none", "-i", str(identity), "-p", port, "-o", "IdentitiesOnly=yes", "-o", "BatchMode=yes"]
+    return [*options, "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR"]
+
+
 def test_a_session_finds_the_programs_of_the_image_and_no_secret(server, key: Path, tmp_path: Path):
     _, run = server
     output, errors = run("printenv PATH PYTHONPATH; printenv SECRET").communicate(timeout=TIMEOUT_SECONDS)
     path, python_path = output.splitlines()
     assert errors == ""
     assert str(Path(sys.executable).parent) in path.split(":")  # bash may read a .bashrc that puts others first
-    assert python_path == '/some where/"x"'
+    assert python_path == PYTHON_PATH
 
     stranger = tmp_path / "stranger"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(stranger)], check=True)
@@ -105,6 +106,21 @@ def test_a_session_finds_the_programs_of_the_image_and_no_secret(server, key: Pa
     _, errors = client.communicate(timeout=TIMEOUT_SECONDS)
     assert client.returncode == 255
     assert "Permission denied (publickey)" in errors
+
+
+def test_worker_tells_the_launcher_that_the_kernel_killed_for_memory(server, key: Path):
+    process, run = server
+    environment = {"OMPI_MCA_plm_rsh_args": shlex.join(_ssh_options(process, key))}
+    with memory_group(200 << 20) as group:
+        for member in (process, *psutil.Process(process.pid).children(recursive=True)):
+            (group.folder / "cgroup.procs").write_text(str(member.pid))
+        assert not has_oom_kills("127.0.0.1", environment)
+        rank = run(f"python -c {shlex.quote(EATS_MEMORY)}")
+        rank.communicate(timeout=TIMEOUT_SECONDS)
+        assert has_oom_kills("127.0.0.1", environment)
+        process.terminate()
+        process.wait(TIMEOUT_SECONDS)
+    assert not has_oom_kills("127.0.0.1", environment), "no answer is no evidence"
 
 
 def test_ranks_are_stopped_first_and_no_process_is_left(server, tmp_path: Path):

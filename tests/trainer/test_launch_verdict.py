@@ -27,6 +27,7 @@ class Case:
     stop_requested_at: float | None = None
     trouble: FailureReport | None = None
     output: str = ""
+    killed_for_memory: bool = False
 
 
 CASES = {
@@ -35,7 +36,7 @@ CASES = {
         {0: WELL, 1: WELL}, 1, ("succeeded", "", 0, 0), trouble=UNREACHED
     ),
     "one rank went well and the agent says that the other failed": Case(
-        {0: WELL}, 1, ("OutOfMemory", "Killed", 1, 137), ends={1: -9}
+        {0: WELL}, 1, ("Killed", "Killed", 1, 137), ends={1: -9}
     ),
     "the earliest cause wins over a later one": Case(
         {0: (FailureClass.MODEL, 2.0), 1: (FailureClass.DATA, 1.0)}, 1, ("DataError", "Told", 1, 10)
@@ -46,7 +47,20 @@ CASES = {
         ("LossNotFinite", "Told", 1, 17),
     ),
     "a rank that was killed is the cause of the other's lost peer": Case(
-        {0: (FailureClass.COLLECTIVE, 1.0)}, 1, ("OutOfMemory", "Killed", 1, 137), ends={0: 150, 1: -9}
+        {0: (FailureClass.COLLECTIVE, 1.0)}, 1, ("Killed", "Killed", 1, 137), ends={0: 150, 1: -9}
+    ),
+    "a rank that was killed while the kernel counted an end for memory": Case(
+        {0: (FailureClass.COLLECTIVE, 1.0)},
+        1,
+        ("OutOfMemory", "OOMKilled", 1, 155),
+        ends={0: 150, 1: -9},
+        killed_for_memory=True,
+    ),
+    "a rank whose own process was killed for memory": Case(
+        {0: (FailureClass.KILLED, 1.0)}, 137, ("OutOfMemory", "OOMKilled", 0, 155), killed_for_memory=True
+    ),
+    "another failure while the kernel counted an end for memory": Case(
+        {0: (FailureClass.DATA, 1.0)}, 1, ("DataError", "Told", 0, 10), killed_for_memory=True
     ),
     "a rank that crashed in a library is named by its signal": Case(
         {0: (FailureClass.PREEMPTED, 1.0)}, 1, ("ProgramError", "KilledBySignal", 1, 1), ends={1: -11}
@@ -98,7 +112,10 @@ CASES = {
     "a cause of its own stays one when the pod is told to stop": Case(
         {0: (FailureClass.DATA, 1.0)}, 1, ("DataError", "Told", 0, 10), stop_requested_at=2.0
     ),
-    "the launcher itself was killed": Case({}, -9, ("OutOfMemory", "Killed", 0, 137)),
+    "the launcher itself was killed": Case({}, -9, ("Killed", "Killed", 0, 137)),
+    "the launcher itself was killed for memory": Case(
+        {}, -9, ("OutOfMemory", "OOMKilled", 0, 155), killed_for_memory=True
+    ),
     "nothing is known": Case({}, 3, ("ProgramError", "NoReport", 0, 1), output="last words"),
     "an end without an error and without a report is none that can be trusted": Case(
         {}, 0, ("ProgramError", "NoReport", 0, 1), output="last words"
@@ -127,6 +144,7 @@ def test_a_pod_reports_one_cause(case: Case):
         expected=2,
         world_size=4,
         seconds=1.0,
+        killed_for_memory=case.killed_for_memory,
     )
     failure = found.failure
     reported = (failure.failure_class.value, failure.reason) if failure else (found.outcome, "")

@@ -262,7 +262,7 @@ def test_killed_process_fails_the_stage_as_its_cause(stage: Stage, job_of: Calla
     ranks(process)[1].send_signal(signal.SIGKILL)
     code, report, output = end(process, message)
     assert report.failure is not None, output
-    assert (code, report.failure.failure_class, report.failure.reason) == (137, FailureClass.OUT_OF_MEMORY, "Killed")
+    assert (code, report.failure.failure_class, report.failure.reason) == (137, FailureClass.KILLED, "Killed")
     assert not list(paths.state.glob(f"{stage}.json"))
     # The next attempt is not disturbed by what it left.
     code, report, output = end(*start(in_processes(job, 2), paths, stage))

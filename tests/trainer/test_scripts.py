@@ -304,7 +304,11 @@ ENDS: dict[str, tuple[str, FailureClass, str, str]] = {
     ),
     "killed": (
         "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-        FailureClass.OUT_OF_MEMORY, "Killed", "The program was killed from outside with SIGKILL",
+        FailureClass.KILLED, "Killed", "The program was killed from outside with SIGKILL",
+    ),
+    "a process that loads its data was killed": (
+        "raise RuntimeError('DataLoader worker (pid 41) is killed by signal: Killed. ')",
+        FailureClass.KILLED, "RuntimeError", "DataLoader worker (pid 41) is killed by signal: Killed.",
     ),
     "crashed": (
         "import ctypes; ctypes.string_at(0)",

@@ -177,6 +177,7 @@ CASES: Mapping[str, Judged] = {
         TWICE, (Strike(Kind.DELETE_POD, TRAIN, 1),), right=(ok(1),)
     ),
     "a preempted pod costs the same": Judged(TWICE, (Strike(Kind.PREEMPT, TRAIN, 1),), right=(ok(1),)),
+    "killed processes are counted": Judged(TWICE, (Strike(Kind.KILL_POD, TRAIN, 1),), right=(ok(1, 1),)),
     "a crash is counted": Judged(TWICE, (Strike(Kind.CRASH_RANK, TRAIN, 1),), right=(ok(1, 1),)),
     "a hang is counted": Judged(TWICE, (Strike(Kind.HANG, TRAIN, 1),), right=(ok(1, 1),)),
     "memory that ran out in train is adapted, and not counted": Judged(
@@ -199,7 +200,7 @@ CASES: Mapping[str, Judged] = {
     ),
     "a micro-batch of one row cannot be halved again": Judged(
         {PREPARE: 1, TRAIN: 4},
-        tuple(Strike(Kind.KILL_POD, TRAIN, attempt) for attempt in range(1, 5)),
+        tuple(Strike(Kind.MEMORY, TRAIN, attempt) for attempt in range(1, 5)),
         Case("job", ("prepare", "train"), nodes=2),
         right=(failed("OutOfMemory", 3),),
     ),

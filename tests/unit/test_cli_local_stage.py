@@ -65,7 +65,7 @@ def test_failed_stage_shows_the_launchers_report_and_the_end_of_the_log(tmp_path
 @pytest.mark.parametrize(
     ("exit_code", "expected", "message"),
     [
-        pytest.param(-9, ("OutOfMemory", "Killed", 137), "SIGKILL", id="it was killed"),
+        pytest.param(-9, ("Killed", "Killed", 137), "SIGKILL", id="it was killed"),
         pytest.param(16, ("StorageFull", "NoReport", 16), "exit code 16", id="the disk is full, also for its report"),
         pytest.param(5, ("ProgramError", "NoReport", 1), "exit code 5", id="an unknown exit code"),
         pytest.param(0, ("ProgramError", "NoReport", 1), "may be incomplete", id="it ended well without a result"),

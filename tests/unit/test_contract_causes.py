@@ -12,14 +12,15 @@ from finetune_contract.layout import EXIT_CODES, FailureClass
 from finetune_contract.report import FailureReport, TrainerReport
 
 ENDS = {
-    "killed": (-9, ("OutOfMemory", "Killed", "killed from outside with SIGKILL")),
-    "killed, as a container tells it": (137, ("OutOfMemory", "Killed", "killed from outside with SIGKILL")),
+    "killed": (-9, ("Killed", "Killed", "killed from outside with SIGKILL")),
+    "killed, as a container tells it": (137, ("Killed", "Killed", "killed from outside with SIGKILL")),
     "told to end": (-15, ("Preempted", "Terminated", "stopped by SIGTERM")),
     "told to end, as a container tells it": (143, ("Preempted", "Terminated", "stopped by SIGTERM")),
     "a crash": (-11, ("ProgramError", "KilledBySignal", "ended by SIGSEGV")),
     "a crash, as a container tells it": (139, ("ProgramError", "KilledBySignal", "ended by SIGSEGV")),
     "a signal without a name": (-40, ("ProgramError", "KilledBySignal", "ended by signal 40")),
     "a code of the contract that would be SIGTTOU": (150, ("CollectiveFailed", "NoReport", "exit code 150")),
+    "a code of the contract that would be SIGPROF": (155, ("OutOfMemory", "NoReport", "exit code 155")),
     "a code of the contract": (16, ("StorageFull", "NoReport", "exit code 16")),
     "a code that is none": (3, ("ProgramError", "NoReport", "exit code 3")),
     "a code above all signals": (255, ("ProgramError", "NoReport", "exit code 255")),

@@ -44,7 +44,7 @@ def test_the_template_for_a_certificate_is_accepted() -> None:
 def test_the_table_of_ends_names_classes_that_there_are() -> None:
     table = TEXT[TEXT.index("| how it ends |") : TEXT.index("Restarted programs")]
     named = set(re.findall(r"`([A-Z][A-Za-z]+(?:Error|Memory|Failed|ed))`", table))
-    assert named == {"ProgramError", "OutOfMemory", "CollectiveFailed", "Preempted"}
+    assert named == {"ProgramError", "OutOfMemory", "CollectiveFailed", "Preempted", "Killed"}
     assert named <= {each.value for each in FailureClass}
     assert EXIT_CODES[FailureClass.PROGRAM] == 1
 

@@ -147,6 +147,18 @@ def test_crash_in_a_native_library_is_retried():
     assert (failure_of(world).failure_class, status.counted_restarts, world.phase) == ("Killed", 1, "Training")
 
 
+@pytest.mark.parametrize("reported", [True, False], ids=["by its launcher", "by its exit code"])
+def test_killed_rank_restarts_with_the_same_micro_batch(reported: bool):
+    world = training()
+    world.end_pod("reviews-train-1-0", 137, silent(-9) if reported else "")
+    world.end_child("reviews-train-1", succeeded=False)
+    world.settle()
+    failure, status = failure_of(world), world.job().status
+    assert (failure.failure_class, failure.reason, status.counted_restarts) == ("Killed", "Killed", 1)
+    assert (status.adaptation, world.phase) == (None, "Training")
+    assert "Look for who killed it" in (failure.hint or "")
+
+
 def test_pod_killed_at_the_end_of_its_grace_period_is_preempted():
     world = training()
     world.end_pod("reviews-train-1-0", 137)

@@ -185,7 +185,7 @@ CASES = {
         node_to_avoid="node-0",
     ),
     "killed from outside without a word": Case(
-        (pod(0, ended=ended(137)),), ("OutOfMemory", "Killed", Remedy.ADAPT, "pod-0")
+        (pod(0, ended=ended(137)),), ("Killed", "Killed", Remedy.COUNTED, "pod-0")
     ),
     "a crash in a native library": Case(
         (pod(0, ended=ended(139)),), ("Killed", "KilledBySignal", Remedy.COUNTED, "pod-0")

@@ -707,7 +707,7 @@ def test_pods_that_predict_share_the_rows_and_are_replaced_one_by_one():
     assert (job.get("backoffLimit"), job["backoffLimitPerIndex"], job["maxFailedIndexes"]) == (None, 3, 0)
     disrupted, ended = job["podFailurePolicy"]["rules"]
     assert (disrupted["action"], ended["action"]) == ("Count", "FailJob")
-    assert (ended["onExitCodes"]["operator"], ended["onExitCodes"]["values"]) == ("NotIn", [0, 137, 143, 151, 152])
+    assert (ended["onExitCodes"]["operator"], ended["onExitCodes"]["values"]) == ("NotIn", [0, 137, 143, 151, 152, 155])
     assert job["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
     (container,) = job["template"]["spec"]["containers"]
     assert container["command"][-2:] == ["--with", "index"]

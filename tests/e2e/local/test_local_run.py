@@ -398,7 +398,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_the_others_do_not_stay(two_p
     workers[1].kill()
     code, out, err = run.end()
     assert (code, out) == (1, "")
-    assert "train failed on rank 1: OutOfMemory (Killed), exit code 137" in err
+    assert "train failed on rank 1: Killed (Killed), exit code 137" in err
     assert "SIGKILL" in err
     assert (folder / "state/prepare.json").exists()
     assert not (folder / "state/train.json").exists()

@@ -79,6 +79,18 @@ def of_exit(code: int, time: float = 0.0, subject: str = "The process") -> Failu
     )
 
 
+def of_oom_kill(failure: FailureReport) -> FailureReport:
+    """Return `failure`, of class KILLED, with the kernel's out-of-memory killer as its cause."""
+    return FailureReport(
+        failure_class=FailureClass.OUT_OF_MEMORY,
+        reason="OOMKilled",
+        message=f"{failure.message} Memory ran out: the kernel's out-of-memory killer has ended a process here.",
+        hint="Raise resources.memory, lower training.microBatchSize or preparation.maxLength, or shard or offload more "
+        "under parallelism. For a script, change its own settings.",
+        time=failure.time,
+    )
+
+
 def signal_of(code: int) -> int | None:
     """Return the signal that ended the process; None when it exited by itself."""
     if code < 0:
@@ -94,12 +106,10 @@ def _killed(number: int, time: float, subject: str) -> FailureReport:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if number == signal.SIGKILL:
         return FailureReport(
-            failure_class=FailureClass.OUT_OF_MEMORY,
+            failure_class=FailureClass.KILLED,
             reason="Killed",
-            message=f"{subject} was killed from outside with {name} (exit code 137), most often by the kernel because "
-            "memory ran out.",
-            hint="Check the kernel log (dmesg). If memory ran out, lower training.microBatchSize or "
-            "preparation.maxLength, or shard or offload more under parallelism.",
+            message=f"{subject} was killed from outside with {name} (exit code 137).",
+            hint="Nothing shows that memory ran out. Look for who killed it: a person, or a watchdog of the node.",
             time=time,
         )
     if number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):

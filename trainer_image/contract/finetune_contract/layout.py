@@ -112,6 +112,7 @@ class FailureClass(StrEnum):
     CHECKPOINT = "CheckpointError"
     PROGRAM = "ProgramError"
     OUT_OF_MEMORY = "OutOfMemory"
+    KILLED = "Killed"
     PREEMPTED = "Preempted"
     COLLECTIVE = "CollectiveFailed"
     STORAGE_LOST = "StorageUnavailable"
@@ -134,13 +135,14 @@ EXIT_CODES: dict[FailureClass, int] = {
     FailureClass.LOSS_NOT_FINITE: 17,
     FailureClass.CHECKPOINT: 18,
     # 128 to 255: worth another attempt, unchanged or adapted.
-    FailureClass.OUT_OF_MEMORY: 137,  # 128 + SIGKILL: also the exit code of the kernel's out-of-memory killer
+    FailureClass.KILLED: 137,  # 128 + SIGKILL
     FailureClass.PREEMPTED: 143,  # 128 + SIGTERM
     FailureClass.COLLECTIVE: 150,
     FailureClass.STORAGE_LOST: 151,
     FailureClass.HUB_UNAVAILABLE: 152,
     FailureClass.CODE_UNAVAILABLE: 153,
     FailureClass.REPLANNED: 154,
+    FailureClass.OUT_OF_MEMORY: 155,
 }
 
 

@@ -110,11 +110,20 @@ def classify_text(kind: str, text: str) -> FailureClass:
     low = text.lower()
     if kind in ("MemoryError", "OutOfMemoryError") or any(mark in low for mark in _MEMORY_MARKS):
         return FailureClass.OUT_OF_MEMORY
+    if _is_loss_of_a_worker(kind, low):
+        return FailureClass.KILLED
     if "no space left on device" in low or "disk quota exceeded" in low:
         return FailureClass.STORAGE_FULL
     if kind in _COLLECTIVE_ERRORS or (kind == "RuntimeError" and any(mark in low for mark in _COLLECTIVE_MARKS)):
         return FailureClass.COLLECTIVE
     return FailureClass.PROGRAM
+
+
+def _is_loss_of_a_worker(kind: str, text: str) -> bool:
+    """Return whether an error says that a process was killed that prepares rows (concurrent.futures) or loads batches
+    (torch's DataLoader); `text` is in lower case.
+    """
+    return kind == "BrokenProcessPool" or "is killed by signal: killed" in text
 
 
 def _known(error: BaseException) -> FailureReport | None:
@@ -132,6 +141,13 @@ def _known(error: BaseException) -> FailureReport | None:
             str(error) or "The process could not allocate the memory that it needs.",
             "Lower training.microBatchSize (the global batch size stays the same), or shard or offload more under "
             "parallelism.",
+        )
+    if _is_loss_of_a_worker(type(error).__name__, text):
+        return _report(
+            FailureClass.KILLED,
+            "Killed",
+            f"A process that reads rows was killed from outside: {error}",
+            "Nothing shows that memory ran out. Look for who killed it: a person, or a watchdog of the node.",
         )
     if (
         isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from finetune_contract.choices import Stage
 from finetune_contract.layout import ENV_ATTEMPT, ENV_INDEX, ENV_NCCL, ENV_REPORT, EXIT_OK, FailureClass, JobPaths
 from finetune_contract.python_command import module_command
+from finetune_trainer.core.oom_kills import oom_kills
 from finetune_trainer.launching.child_supervisor import MARGIN_SECONDS, ChildSupervisor, End, grace_seconds
 
 if TYPE_CHECKING:
@@ -43,11 +44,14 @@ class Ranks:
     world_size: int
     first: int = 0
     """Lowest rank of this pod, as far as known without its report."""
+    killed_for_memory: bool = False
+    """True if the kernel's out-of-memory killer ended a process where a rank was killed."""
 
 
 def launch(argv: Sequence[str]) -> int:
     """Run the stage in `argv`, report, and return the exit code."""
     started = time.monotonic()
+    kills_before = oom_kills()
     arguments = _parse(argv)
     try:
         ranks: Ranks | BaseException = _LAUNCHERS[arguments.launcher](arguments)
@@ -71,6 +75,7 @@ def launch(argv: Sequence[str]) -> int:
             world_size=ranks.world_size,
             first=ranks.first,
             seconds=seconds,
+            killed_for_memory=ranks.killed_for_memory or oom_kills() > kills_before,
         )
     else:
         report = TrainerReport(job=name, stage=stage, outcome="failed", failure=classify(ranks), seconds=seconds)
@@ -211,6 +216,7 @@ def _mpirun(arguments: argparse.Namespace) -> Ranks:
 
     from finetune_trainer.core.job_file import read_job, world_of
     from finetune_trainer.launching import mpi
+    from finetune_trainer.launching.verdict import killed_ranks
 
     job = read_job(arguments.job)
     world = world_of(job, arguments.stage)
@@ -226,8 +232,10 @@ def _mpirun(arguments: argparse.Namespace) -> Ranks:
         end, rank_reports = _run(arguments, command, reports, environment, mpi.signal_to_stop)
     finally:
         shutil.rmtree(reports, ignore_errors=True)
-    output = end.last_output
-    return Ranks(end, rank_reports, mpi.ends_of_ranks(output), mpi.launcher_failure(output), world.size, world.size)
+    ends, trouble = mpi.ends_of_ranks(end.last_output), mpi.launcher_failure(end.last_output)
+    killed = {hosts[rank // world.processes_per_node] for rank in killed_ranks(rank_reports, ends)}
+    for_memory = any(mpi.has_oom_kills(host, environment) for host in killed)
+    return Ranks(end, rank_reports, ends, trouble, world.size, world.size, killed_for_memory=for_memory)
 
 
 _LAUNCHERS = {"process": _process, "index": _index, "torchrun": _torchrun, "mpirun": _mpirun}

@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from finetune_contract.layout import ENV_FORWARD, MPI_HOSTFILE, SSH_PORT, FailureClass
+from finetune_contract.python_command import module_command
 from finetune_contract.report import FailureReport
 from finetune_contract.trainer_job import World
 from finetune_trainer.core.failures import StageError
@@ -25,6 +28,7 @@ ENV_HOSTFILE = "OMPI_MCA_orte_default_hostfile"
 NAMES_SECONDS = 120.0
 """Time for a name to resolve. DNS servers cache for up to 30 s that there was none."""
 _MASTER_PORT = "29500"
+_ANSWER_SECONDS = 10
 _FORWARDED = frozenset(
     {
         "CUDA_VISIBLE_DEVICES",
@@ -159,6 +163,19 @@ def ends_of_ranks(output: str) -> dict[int, int]:
     """Return rank -> exit code (minus the signal if killed) of the processes that mpirun reports as first to fail."""
     ends = {int(match["rank"]): -int(match["signal"]) for match in _KILLED.finditer(output)}
     return ends | {int(match["rank"]): int(match["code"]) for match in _EXITED.finditer(output)}
+
+
+def has_oom_kills(host: str, environment: Mapping[str, str]) -> bool:
+    """Ask a worker whether the kernel's out-of-memory killer ended a process in its container; False if it does not
+    answer. The container is new with each attempt, so any such end belongs to this one.
+    """
+    options = [*shlex.split(environment["OMPI_MCA_plm_rsh_args"]), "-o", f"ConnectTimeout={_ANSWER_SECONDS}"]
+    command = ["ssh", *options, host, shlex.join(module_command("finetune_trainer.core.oom_kills"))]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=2 * _ANSWER_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return answer.stdout.strip() not in ("", "0")
 
 
 def launcher_failure(output: str) -> FailureReport | None:

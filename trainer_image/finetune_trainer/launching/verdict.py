@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from finetune_contract.causes import ECHOES, Cause, first_cause, of_exit
+from finetune_contract.causes import ECHOES, Cause, first_cause, of_exit, of_oom_kill
 from finetune_contract.choices import Stage
 from finetune_contract.layout import EXIT_OK, FailureClass
 from finetune_contract.report import FailureReport, TrainerReport
@@ -29,6 +30,16 @@ def reports_in(folder: Path, stage: Stage) -> list[TrainerReport]:
     return sorted(reports, key=lambda report: report.rank)
 
 
+def killed_ranks(reports: Collection[TrainerReport], ends: Mapping[int, int]) -> set[int]:
+    """Return the ranks that SIGKILL ended, or a process of theirs."""
+    reported = {
+        report.rank
+        for report in reports
+        if report.failure is not None and report.failure.failure_class is FailureClass.KILLED
+    }
+    return reported | {rank for rank, code in ends.items() if code == -signal.SIGKILL}
+
+
 def verdict(
     job: str,
     stage: Stage,
@@ -41,13 +52,14 @@ def verdict(
     world_size: int,
     seconds: float,
     first: int = 0,
+    killed_for_memory: bool = False,
 ) -> TrainerReport:
     """Return the report of the pod as a whole.
 
     Success is rank 0's report, or that of the lowest rank here. If all `expected` ranks succeeded, their launcher's end
     does not matter: agents fail once the first pod has ended. Failure is the first cause; a peer lost after the request
     to stop is none, as it was most often requested to stop as well. `trouble` is the launcher's own failure, `first`
-    the rank to report if there is no other.
+    the rank to report if there is no other. `killed_for_memory`: the kernel's out-of-memory killer ended a process.
     """
     well = [report for report in reports if report.outcome == "succeeded"]
     if len(well) == len(reports) and well and (len(well) >= expected or (end.code == EXIT_OK and not ends)):
@@ -63,6 +75,8 @@ def verdict(
     elif cause is None:
         cause = Cause(None, _silent(end))
     cause = _since_the_request(cause, end.stop_requested_at)
+    if killed_for_memory and cause.failure.failure_class is FailureClass.KILLED:
+        cause = Cause(cause.rank, of_oom_kill(cause.failure))
     return TrainerReport(
         job=job,
         stage=stage,

@@ -27,11 +27,12 @@ _EXIT_CODE = re.compile(r"failed with exit code (\d+)")
 """Exit code in the message of a Job's pod failure policy (kubernetes `pkg/controller/job/pod_failure_policy.go`)."""
 _POD_NAME = re.compile(r"\b[Pp]od [^\s/]+/(\S+)")
 """Name of the pod in the same message."""
-_UNSPECIFIC_REASONS = frozenset({"UnexpectedError", "NoReport", "Killed", "KilledBySignal"})
+_KILLED_BY_SIGNAL = "KilledBySignal"
+_KILLED = ("Killed", _KILLED_BY_SIGNAL)
+_UNSPECIFIC_REASONS = frozenset({"UnexpectedError", "NoReport", *_KILLED})
 """Reasons of reports that only state how a process ended: by an error that the trainer has no class for, or, as its
 launcher infers (`finetune_contract.causes.of_exit`), without a report. Any of these may follow from the loss of others.
 """
-_KILLED_BY_SIGNAL = "KilledBySignal"
 
 
 def first_cause(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Cause:
@@ -156,8 +157,8 @@ def _from_report(pod: PodView, failure: FailureReport) -> Cause:
     report = pod.ended.report if pod.ended else None
     crashed = failure.failure_class is FailureClass.PROGRAM and failure.reason == _KILLED_BY_SIGNAL
     return Cause(
-        # The launcher in the pod has no class for it; 128 + the signal is worth another try by the contract's table.
-        cause=OperatorCause.KILLED if crashed else failure.failure_class,
+        # 128 + the signal is worth another try by the contract's table.
+        cause=FailureClass.KILLED if crashed else failure.failure_class,
         reason=failure.reason,
         message=failure.message,
         hint=_hint(failure),
@@ -293,7 +294,6 @@ _SEE_LOG = "See the end of the log in logTail."
 _HINTS: Mapping[CauseClass, str] = {
     FailureClass.OUT_OF_MEMORY: _MEMORY_HINT,
     FailureClass.PREEMPTED: "No action is needed: the stage resumes from its last checkpoint.",
-    OperatorCause.KILLED: "See the end of the log in logTail; a crash in a native library leaves its stack there.",
 }
 """Hints for a cluster, where the operator retries by itself."""
 
@@ -303,7 +303,7 @@ def _from_exit_code(pod: PodView) -> Cause:
     assert pod.ended is not None
     if pod.ended.exit_code == EXIT_OK:
         return _no_report(pod)
-    if pod.deleting_until is not None and pod.ended.exit_code == EXIT_CODES[FailureClass.OUT_OF_MEMORY]:
+    if pod.deleting_until is not None and pod.ended.exit_code == EXIT_CODES[FailureClass.KILLED]:
         return Cause(
             FailureClass.PREEMPTED,
             "Terminated",
@@ -323,8 +323,9 @@ def _hint(failure: FailureReport) -> str:
 
 def _by_code(code: int, where: str, pod: PodView | None) -> Cause:
     exit = of_exit(code, subject=f"The process {where}")
-    cause = CLASS_OF_EXIT_CODE.get(code) or (OperatorCause.KILLED if retryable(code) else FailureClass.PROGRAM)
-    return Cause(cause, exit.reason, exit.message + _on_unreadable_report(pod), _HINTS.get(cause, _SEE_LOG), pod)
+    cause = CLASS_OF_EXIT_CODE.get(code) or (FailureClass.KILLED if retryable(code) else FailureClass.PROGRAM)
+    hint = exit.hint if exit.reason in _KILLED else _HINTS.get(cause, _SEE_LOG)
+    return Cause(cause, exit.reason, exit.message + _on_unreadable_report(pod), hint, pod)
 
 
 def _on_unreadable_report(pod: PodView | None) -> str:

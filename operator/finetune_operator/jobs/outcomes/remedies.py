@@ -51,7 +51,6 @@ class OperatorCause(StrEnum):
     CONTAINER_CREATING = "ContainerCreating"
     UNSCHEDULABLE = "Unschedulable"
     SPOT_UNAVAILABLE = "SpotUnavailable"
-    KILLED = "Killed"
     PODS_GONE = "PodsGone"
     CHILD_DELETED = "ChildDeleted"
     CHILD_FAILED = "ChildFailed"
@@ -79,6 +78,7 @@ REMEDIES: dict[CauseClass, Remedy] = {
     FailureClass.CHECKPOINT: Remedy.FAIL,
     FailureClass.PROGRAM: Remedy.FAIL,
     FailureClass.OUT_OF_MEMORY: Remedy.ADAPT,
+    FailureClass.KILLED: Remedy.COUNTED,
     FailureClass.PREEMPTED: Remedy.FREE,
     FailureClass.COLLECTIVE: Remedy.FREE,
     FailureClass.REPLANNED: Remedy.REPLAN,
@@ -95,7 +95,6 @@ REMEDIES: dict[CauseClass, Remedy] = {
     OperatorCause.CONTAINER_CREATING: Remedy.FAIL,
     OperatorCause.UNSCHEDULABLE: Remedy.FAIL,
     OperatorCause.SPOT_UNAVAILABLE: Remedy.FAIL,
-    OperatorCause.KILLED: Remedy.COUNTED,
     OperatorCause.CHILD_DELETED: Remedy.COUNTED,
     OperatorCause.CHILD_FAILED: Remedy.COUNTED,
     OperatorCause.NAME_TAKEN: Remedy.FAIL,

@@ -24,14 +24,15 @@ attempt starts new pods. The Job's back-off is 10, 20 and 40 s.
 REPLACED_CODES = tuple(
     EXIT_CODES[failure]
     for failure in (
-        FailureClass.OUT_OF_MEMORY,
+        FailureClass.KILLED,
         FailureClass.PREEMPTED,
         FailureClass.STORAGE_LOST,
         FailureClass.HUB_UNAVAILABLE,
+        FailureClass.OUT_OF_MEMORY,
     )
 )
-"""Exit codes of processes that were killed (e.g. out of memory), preempted, or lost storage or a Hub that another node
-may still reach. Any other code is a failure that ends the attempt.
+"""Exit codes of processes that were killed, ran out of memory, were preempted, or lost storage or a Hub that another
+node may still reach. Any other code is a failure that ends the attempt.
 """
 
 
