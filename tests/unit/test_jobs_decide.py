@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import pytest
 
@@ -664,7 +664,8 @@ def test_suspended_stage_is_deleted_and_resumes_without_counted_restart():
     # the pod still saves its checkpoint
     assert (world.stage("train"), world.job_condition("Running")[2]) == (
         ("Suspended", 1),
-        "Waiting for attempt 1 to end: reviews-train-1-0 still runs.",
+        "Waiting for attempt 1 to end: reviews-train-1-0 still runs. "
+        f"The wait ends at {stamp(NOON + timedelta(seconds=90))} at the latest.",
     )
     world.wait(61)
     status = world.job().status
@@ -1097,6 +1098,52 @@ def test_unreachable_node_ends_the_attempt_and_is_avoided_by_the_next():
     assert world.events[-2].message.endswith(
         "which does not count towards runPolicy.maxRestarts. It avoids node node-0."
     )
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("served", ["job", "pytorchjob"])
+@pytest.mark.parametrize("child_failed", [True, False], ids=["the child has failed", "its controller is lost as well"])
+def test_silent_node_outranks_the_lost_connection_of_a_survivor(lost: int, served: str, child_failed: bool):
+    world = training(spec=TWO_NODES, served=(served,))
+    child = world.newest()
+    pods = world.pods_of(child)
+    silent, survivor = pods[lost], pods[1 - lost]
+    if child_failed:
+        world.now += timedelta(seconds=50)
+    else:
+        # A survivor reports at once what Kubernetes notices a minute later.
+        world.end_pod(survivor, 150, report("train", (FailureClass.COLLECTIVE, 1.0), rank=1 - lost))
+        world.wait(85)
+    since = world.after(0)
+    # As the node lifecycle controller leaves it: the kubelet's other conditions stay.
+    world.pods[silent] |= {"stuck": True}
+    world.pods[silent]["status"]["conditions"] = [
+        {"type": "Ready", "status": "False", "lastTransitionTime": since},
+        {"type": "ContainersReady", "status": "True", "lastTransitionTime": stamp(NOON)},
+    ]
+    world.settle()
+    assert world.stage("train") == ("Running", 1)
+    if child_failed:
+        world.end_pod(survivor, 150, report("train", (FailureClass.COLLECTIVE, 1.0), rank=1 - lost))
+        world.end_child(child, succeeded=False)
+    world.settle()
+    world.wait(0 if child_failed else 5)
+    status = world.job().status
+    assert status.failure is not None
+    assert (status.failure.failure_class, status.failure.reason) == ("NodeLost", "NodeNotReady")
+    assert (status.failure.pod, status.failure.node) == (silent, f"node-{lost}")
+    assert f"Node node-{lost} has not responded since {since}" in status.failure.message
+    assert next(one for one in status.stages if one.name == "train").avoided_nodes == (f"node-{lost}",)
+    assert (status.restarts, status.counted_restarts) == (1, 0)
+    world.pods[silent]["metadata"]["deletionTimestamp"] = ends = world.after(60)
+    world.wait(20)
+    goes_on = stamp(datetime.fromisoformat(ends) + timedelta(seconds=30))
+    assert world.job_condition("Running")[2] == (
+        f"Waiting for attempt 1 to end: {silent} still runs. Node node-{lost} has not responded since {since}. "
+        f"The wait ends at {goes_on} at the latest."
+    )
+    world.wait(70)
+    assert world.stage("train") == ("Running", 2)
 
 
 def test_failed_pod_ends_an_attempt_that_its_controller_ignores():

@@ -164,6 +164,31 @@ CASES = {
         ("NodeLost", "NodeShutdown", Remedy.FREE, "pod-0"),
         node_to_avoid="node-0",
     ),
+    "a node that does not respond, and a survivor that lost its peer": Case(
+        (
+            pod(0, phase="Running", node_silent_since=after(50)),
+            pod(1, ended=ended(150, 60, reported=FailureClass.COLLECTIVE, case="RendezvousFailed", at=T0 + 60)),
+        ),
+        ("NodeLost", "NodeNotReady", Remedy.FREE, "pod-0"),
+        node_to_avoid="node-0",
+    ),
+    "a node that does not respond, and a survivor that its watchdog aborted": Case(
+        (pod(0, phase="Running", node_silent_since=after(50)), pod(1, ended=ended(134, 60))),
+        ("NodeLost", "NodeNotReady", Remedy.FREE, "pod-0"),
+        node_to_avoid="node-0",
+    ),
+    "the first of two nodes that do not respond": Case(
+        (pod(0, phase="Running", node_silent_since=after(60)), pod(1, phase="Running", node_silent_since=after(50))),
+        ("NodeLost", "NodeNotReady", Remedy.FREE, "pod-1"),
+        node_to_avoid="node-1",
+    ),
+    "an error of the program beside a node that does not respond": Case(
+        (
+            pod(0, phase="Running", node_silent_since=after(50)),
+            pod(1, ended=ended(10, 1, reported=FailureClass.DATA, at=T0 + 1)),
+        ),
+        ("DataError", "Told", Remedy.FAIL, "pod-1"),
+    ),
     "a node that the taint manager emptied": Case(
         (pod(0, ended=ended(143), disruption="DeletionByTaintManager"),),
         ("NodeLost", "DeletionByTaintManager", Remedy.FREE, "pod-0"),

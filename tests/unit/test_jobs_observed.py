@@ -255,6 +255,26 @@ PODS: dict[str, tuple[dict[str, Any], PodView]] = {
         pod({"conditions": [condition_of("DisruptionTarget", "False")]}),
         replace(PLAIN, changed=END),
     ),
+    "a pod of a node that does not respond": (
+        pod({"phase": "Running", "conditions": [condition_of("Ready", "False"), condition_of("ContainersReady")]}),
+        replace(PLAIN, phase="Running", node_silent_since=END, changed=END),
+    ),
+    "a pod that its kubelet reports as not ready": (
+        pod({"phase": "Running", "conditions": [condition_of(x, "False") for x in ("Ready", "ContainersReady")]}),
+        replace(PLAIN, phase="Running", changed=END),
+    ),
+    "a pod that waits for a readiness gate": (
+        pod(
+            {
+                "phase": "Running",
+                "conditions": [
+                    condition_of("Ready", "False", "ReadinessGatesNotReady"),
+                    condition_of("ContainersReady"),
+                ],
+            }
+        ),
+        replace(PLAIN, phase="Running", changed=END),
+    ),
     "an eviction": (
         pod({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}),
         replace(PLAIN, phase="Failed", status_reason="Evicted", status_message="low on memory"),

@@ -289,6 +289,7 @@ def pod_view(value: Mapping[str, JsonValue]) -> PodView | None:
         started_at=_started_at(raw),
         unschedulable=scheduled.message if scheduled is not None and unschedulable else None,
         waiting=_waiting(raw),
+        node_silent_since=_node_silent_since(raw),
         ended=_ended(raw, attempt[0]),
         disruption=disrupted.reason if disrupted is not None and disrupted.holds else None,
         status_reason=status.reason or None,
@@ -336,6 +337,19 @@ def _waiting(raw: RawPod) -> Waiting | None:
         if state is not None and state.reason not in _NOT_WAITING:
             return Waiting(state.reason, state.message)
     return None
+
+
+def _node_silent_since(raw: RawPod) -> datetime | None:
+    """Return since when the node of a running pod does not respond.
+
+    The node lifecycle controller then sets Ready to False and nothing else (kubernetes `MarkPodsNotReady` in
+    `pkg/controller/util/node/controller_utils.go`). A kubelet sets ContainersReady to False as well, or names a gate.
+    """
+    ready, containers_ready = raw.condition("Ready"), raw.condition("ContainersReady")
+    if raw.status.phase != "Running" or ready is None or containers_ready is None:
+        return None
+    marked = ready.status == "False" and containers_ready.holds and ready.reason != "ReadinessGatesNotReady"
+    return ready.last_transition_time if marked else None
 
 
 def _ended(raw: RawPod, stage: Stage) -> Ended | None:

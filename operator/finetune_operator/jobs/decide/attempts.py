@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 
 from finetune_contract.causes import ECHOES
 from finetune_contract.choices import Stage
+from finetune_contract.layout import CLASS_OF_EXIT_CODE
 from finetune_operator.jobs.outcomes.attempt_outcomes import attempt_failed, stage_succeeded
 from finetune_operator.jobs.outcomes.failure_diagnosis import (
     first_cause,
@@ -49,6 +50,8 @@ READ_SECONDS = 1
 """Delay before logs that were not read yet are requested again."""
 FAILED_POD_SECONDS = 60
 """Maximum run time of a child after one of its pods has failed: its own controller usually ends it at once."""
+ECHO_SECONDS = 90
+"""Same for a pod that reports the loss of others: Kubernetes marks pods of a silent node after 50 s, seen after 60 s."""
 
 
 def settle(state: ReconcileState) -> ReconcileState:
@@ -317,4 +320,6 @@ def _counts_as_failed_at(pod: PodView) -> datetime | None:
     if pod.phase != "Failed" or pod.deleted:
         return None
     ended = None if pod.ended is None else pod.ended.finished
-    return (ended or pod.changed or pod.scheduled or pod.created) + timedelta(seconds=FAILED_POD_SECONDS)
+    is_echo = pod.ended is not None and CLASS_OF_EXIT_CODE.get(pod.ended.exit_code) in ECHOES
+    seconds = ECHO_SECONDS if is_echo else FAILED_POD_SECONDS
+    return (ended or pod.changed or pod.scheduled or pod.created) + timedelta(seconds=seconds)

@@ -90,7 +90,8 @@ def _wait_for_earlier_job(state: ReconcileState) -> ReconcileState | None:
     for pod in running:
         state = state.requeue(counts_as_deleted_at(pod))
     names = ", ".join(pod.name for pod in running[:3])
-    return state.with_findings(waiting=f"Waiting for pods of a deleted job of this name to end: {names}.")
+    message = f"Waiting for pods of a deleted job of this name to end: {names}."
+    return state.with_findings(waiting=message + _end_of_wait(running))
 
 
 def _counts_as_deleted(state: ReconcileState, pod: PodView) -> bool:
@@ -116,7 +117,18 @@ def _wait_for_earlier_attempt(state: ReconcileState, current: StageStatus) -> Re
         state = state.requeue(counts_as_deleted_at(pod))
     left = [pod.name for pod in pods[:3]] or [child.ref.name for child in children]
     names = f"{', '.join(left)} still {'runs' if len(left) == 1 else 'run'}"
-    return state.with_findings(waiting=f"Waiting for attempt {current.attempt} to end: {names}.")
+    message = f"Waiting for attempt {current.attempt} to end: {names}."
+    return state.with_findings(waiting=message + _end_of_wait(pods))
+
+
+def _end_of_wait(pods: Sequence[PodView]) -> str:
+    """Return sentences on the nodes that do not respond, and on the time when pods that never end count as gone."""
+    silent = {pod.node: pod.node_silent_since for pod in pods if pod.node_silent_since is not None}
+    nodes = "".join(f" Node {node} has not responded since {stamp(since)}." for node, since in silent.items())
+    times = [time for pod in pods if (time := counts_as_deleted_at(pod)) is not None]
+    if not times or len(times) < len(pods):
+        return nodes
+    return f"{nodes} The wait ends at {stamp(max(times))} at the latest."
 
 
 def _wait_for_delay(state: ReconcileState, current: StageStatus, at: datetime) -> ReconcileState:

@@ -2,8 +2,8 @@
 
 When one process breaks, the others lose their connection, the launcher reports a lost worker, and the Job reports that
 its backoff limit is reached. All of that is true and none of it helps. So evidence is read in order of trust: the
-trainer's own report, the kubelet's and the scheduler's actions on a pod, the exit code by the contract's table, and
-last the child's own status.
+trainer's own report, the actions of the kubelet, the scheduler and the node lifecycle controller on a pod, the exit
+code by the contract's table, and last the child's own status.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from finetune_contract.layout import CLASS_OF_EXIT_CODE, EXIT_CODES, EXIT_OK, Fa
 from finetune_contract.report import FailureReport, TrainerReport
 from finetune_operator.jobs.outcomes.remedies import MOST_LOGS, Cause, CauseClass, OperatorCause
 from finetune_operator.jobs.state.decision_types import ChildView, PodView
+from finetune_operator.spec.status_times import stamp
 
 _EXIT_CODE = re.compile(r"failed with exit code (\d+)")
 """Exit code in the message of a Job's pod failure policy (kubernetes `pkg/controller/job/pod_failure_policy.go`)."""
@@ -53,7 +54,9 @@ def _first(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Cause:
     failed = sorted((pod for pod in pods if _has_failed(pod)), key=_end)
     reports = sorted(_reported(stage, failed), key=lambda one: one[1].known_time)
     original = [one for one in reports if one[1].failure_class not in ECHOES]
-    by_infrastructure = [cause for cause in map(infrastructure_cause, failed) if cause is not None]
+    silent_nodes = sorted((pod for pod in pods if _is_on_silent_node(pod)), key=_silent_since)
+    ended_by_cluster = (infrastructure_cause(pod) for pod in (*failed, *silent_nodes))
+    by_infrastructure = [cause for cause in ended_by_cluster if cause is not None]
     for pod, report in original:
         if not (by_infrastructure and report.reason in _UNSPECIFIC_REASONS):
             return _from_report(pod, report)
@@ -135,6 +138,15 @@ def _weight(cause: Cause) -> int:
 
 def _has_failed(pod: PodView) -> bool:
     return pod.phase == "Failed" or pod.disruption is not None or (pod.ended is not None and pod.ended.exit_code != 0)
+
+
+def _is_on_silent_node(pod: PodView) -> bool:
+    """Return whether the pod may be the loss that the others report, which nobody can report from its node."""
+    return pod.node_silent_since is not None and not _has_failed(pod)
+
+
+def _silent_since(pod: PodView) -> tuple[float, str]:
+    return _seconds(pod.node_silent_since), pod.name
 
 
 def _end(pod: PodView) -> tuple[float, str]:
@@ -230,6 +242,16 @@ def infrastructure_cause(pod: PodView) -> Cause | None:
             "ContainerStatusUnknown",
             f"Node {pod.node or 'unknown'} lost track of the container of pod {pod.name}.",
             "No action is needed: the stage resumes from its last checkpoint.",
+            pod,
+            node_at_fault=True,
+        )
+    if pod.node_silent_since is not None:
+        return Cause(
+            OperatorCause.NODE_LOST,
+            "NodeNotReady",
+            f"Node {pod.node or 'unknown'} has not responded since {stamp(pod.node_silent_since)}, with pod {pod.name} "
+            "on it.",
+            "No action is needed: the stage resumes from its last checkpoint, on other nodes if there are any.",
             pod,
             node_at_fault=True,
         )

@@ -154,6 +154,8 @@ class PodView:
     unschedulable: str | None = None
     """The scheduler's message."""
     waiting: Waiting | None = None
+    node_silent_since: datetime | None = None
+    """Time since when its node does not respond; None: it does, or the pod has not started."""
     ended: Ended | None = None
     disruption: str | None = None
     """Reason of the condition DisruptionTarget (PreemptionByScheduler, DeletionByTaintManager, EvictionByEvictionAPI,
