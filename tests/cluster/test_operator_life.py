@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster_support.api_access import Object, wait_until
+from cluster_support.api_access import Object, path_of, wait_until
 from cluster_support.control_plane import Cluster
 from cluster_support.operator_process import USER, OperatorProcess
 from cluster_support.plays import RUNS, SUCCEEDS, Play
@@ -278,3 +278,43 @@ def test_a_namespace_can_be_deleted_with_a_job_in_it(world: World, cluster: Clus
     world.catch_up()
     assert world.operator.running
     assert "Traceback" not in world.operator.logs()
+
+
+def test_a_namespace_that_ends_gets_no_creations_and_no_failures(world: World, cluster: Cluster) -> None:
+    """Its pods and children go first: the jobs stay, as those of a GitOps tool that waits for what they own."""
+    names = [f"held-{number}" for number in range(4)]
+    with namespace_for_pods(cluster) as doomed:
+        inside = dataclasses.replace(world, namespace=doomed)
+        for name in names:
+            inside.kubelet.playbook.set(name, "train", RUNS)
+            inside.apply(name)
+        for name in names:
+            inside.wait_running(name, "train")
+            inside.api.patch(inside.path(API_VERSION, PLURAL, name), {"metadata": {"finalizers": ["example.com/held"]}})
+        mark = world.cluster.audit_mark()
+    left = {f"persistentvolumeclaims/{name}-workspace" for name in names}
+    wait_until(lambda: all(set(inside.everything(name)) <= left for name in names), "their objects are gone")
+    world.catch_up()
+    tried = [entry for entry in world.cluster.audit(mark, USER) if entry["objectRef"].get("namespace") == doomed]
+    # A dry run stores nothing: it shows that the namespace ends.
+    creations = [entry["requestURI"] for entry in tried if entry["verb"] == "create"]
+    assert [uri for uri in creations if "dryRun" not in uri] == []
+    statuses = [inside.status(name) for name in names]
+    found = [(status["phase"], status["restarts"], status.get("failure")) for status in statuses]
+    assert found == [("Training", 0, None)] * len(names)
+    for name in names:
+        inside.api.patch(inside.path(API_VERSION, PLURAL, name), {"metadata": {"finalizers": []}})
+    path = path_of("v1", "namespaces", name=doomed)
+    wait_until(lambda: world.api.get(path) is None, "the namespace is gone")
+    # A later namespace of that name has jobs as any other.
+    world.api.create(
+        path_of("v1", "namespaces"), {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": doomed}}
+    )
+    try:
+        account = path_of("v1", "serviceaccounts", doomed, "default")
+        wait_until(lambda: world.api.get(account), "the namespace has the service account that pods run under")
+        inside.kubelet.playbook.set(names[0], "train", SUCCEEDS)
+        inside.apply(names[0])
+        inside.wait_phase(names[0], "Succeeded")
+    finally:
+        world.api.delete(path)

@@ -198,7 +198,14 @@ class Kube(KubernetesClient):
         return events
 
     async def create_event(
-        self, involved: Mapping[str, JsonValue], kind: str, reason: str, message: str, salt: str = ""
+        self,
+        involved: Mapping[str, JsonValue],
+        kind: str,
+        reason: str,
+        message: str,
+        salt: str = "",
+        *,
+        dry_run: bool = False,
     ) -> None:
         """Create one event about an object; the same event with the same `salt` is created only once."""
         namespace, name = str(involved["namespace"]), str(involved["name"])
@@ -218,7 +225,7 @@ class Kube(KubernetesClient):
             "count": 1,
         }
         try:
-            await self.create(event, namespace)
+            await self.create(event, namespace, dry_run=dry_run)
         except AlreadyExistsError:
             log.debug("%s/%s: event %s exists already", namespace, name, reason)
 

@@ -10,7 +10,7 @@ from finetune_operator.controller.reconcile.operator_state import OperatorState
 from finetune_operator.controller.store.queue import JobKey
 from finetune_operator.jobs.render.render_types import Manifest
 from finetune_operator.jobs.state.decision_types import EventNote, JobView
-from finetune_operator.kubernetes_api.errors import ApiError
+from finetune_operator.kubernetes_api.errors import ApiError, NamespaceTerminatingError
 from finetune_operator.kubernetes_api.resources import FINETUNE_JOB
 
 log = logging.getLogger(__name__)
@@ -36,18 +36,24 @@ class JobEvents:
     ) -> None:
         """Queue the notes that were decided at `version` of the job, each once."""
         memory.queued = {queued for queued in memory.queued if queued[0] == version}
-        involved: Manifest = {
-            "apiVersion": FINETUNE_JOB.api_version,
-            "kind": FINETUNE_JOB.kind,
-            "namespace": key.namespace,
-            "name": key.name,
-            "uid": job.uid,
-        }
+        involved = _involved(key, job)
         for note in notes:
             mark = (version, note.reason, note.message)
             if mark not in memory.queued:
                 memory.queued.add(mark)
                 self.add(involved, version, note)
+
+    async def check(self, key: JobKey, job: JobView) -> None:
+        """Raise NamespaceTerminatingError if the job's namespace is being deleted. It is a dry run of an event, which
+        stores nothing and needs no further right.
+        """
+        try:
+            involved = _involved(key, job)
+            await self._state.kube.create_event(involved, "Normal", "NamespaceCheck", "dry run", dry_run=True)
+        except NamespaceTerminatingError:
+            raise
+        except ApiError as error:
+            log.debug("%s: it is not known whether its namespace is being deleted: %s", key, error)
 
     async def write(self) -> None:
         """Create events in their order, for ever."""
@@ -55,7 +61,10 @@ class JobEvents:
             involved, salt, note = await self._queue.get()
             await self._state.queue.wait_for_new_jobs(YIELD_SECONDS)
             try:
-                await self._state.kube.create_event(involved, note.type, note.reason, note.message, salt=salt)
+                if involved["uid"] not in self._state.ending:
+                    await self._state.kube.create_event(involved, note.type, note.reason, note.message, salt=salt)
+            except NamespaceTerminatingError:
+                self._state.namespace_ends(str(involved["namespace"]))
             except ApiError as error:
                 # The status has it all.
                 log.warning(
@@ -67,3 +76,14 @@ class JobEvents:
     async def written(self) -> None:
         """Wait until all events are created."""
         await self._queue.join()
+
+
+def _involved(key: JobKey, job: JobView) -> Manifest:
+    """Return the reference to the job that an event names."""
+    return {
+        "apiVersion": FINETUNE_JOB.api_version,
+        "kind": FINETUNE_JOB.kind,
+        "namespace": key.namespace,
+        "name": key.name,
+        "uid": job.uid,
+    }

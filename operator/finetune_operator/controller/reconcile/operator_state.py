@@ -7,6 +7,7 @@ it. Services beside the reconciler (progress, health, metrics) get this state an
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from finetune_operator.kubernetes_api.resources import FINETUNE_JOB
 from finetune_operator.spec.launcher_rows import LauncherName
 from finetune_operator.spec.settings.settings import Settings
 from finetune_operator.spec.types import FineTuneJobStatus, ProgressStatus
+
+log = logging.getLogger(__name__)
 
 LISTEN_SECONDS = 1.0
 BREAK_SECONDS = 10.0
@@ -186,11 +189,21 @@ class OperatorState:
     progress_endpoint: ProgressEndpoint | None = None
     """Address for progress reports of pods, once it is served; new attempts get it."""
     report_window: ReportWindow = field(default_factory=ReportWindow)
+    ending: set[str] = field(default_factory=set)
+    """Uids of jobs whose namespace is being deleted, and they with it: nothing can be created there any more."""
     served: Callable[[], Awaitable[Collection[LauncherName]]] = no_launchers
     """Launchers that the cluster has; empty: not known. ApiError."""
 
     def __post_init__(self) -> None:
         self.validator = JobValidator(self.settings)
+
+    def namespace_ends(self, namespace: str) -> None:
+        """Note that a namespace is being deleted, which cannot be undone; a later one of its name has other jobs."""
+        jobs = [self.store.job(key) for key in self.store.jobs() if key.namespace == namespace]
+        ending = {job.uid for job in jobs if job is not None}
+        if not ending <= self.ending:
+            log.info("namespace %s is being deleted: its jobs are left as they are", namespace)
+        self.ending |= ending
 
     async def put(self, raw: Manifest) -> Entry | None:
         """Put an object into the store, as `Store.put` does; a job is validated off the event loop before."""

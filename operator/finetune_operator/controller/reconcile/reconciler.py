@@ -50,6 +50,7 @@ from finetune_operator.kubernetes_api.errors import (
     ApiError,
     ConflictError,
     ForbiddenError,
+    NamespaceTerminatingError,
     NotFoundError,
 )
 from finetune_operator.kubernetes_api.resources import (
@@ -139,6 +140,9 @@ class Reconciler:
         outcome: Outcome
         try:
             result = await work
+        except NamespaceTerminatingError:
+            self._state.namespace_ends(key.namespace)
+            outcome = "gone"
         except (ApiError, PlannerLostError) as error:
             outcome = self._failed(key, str(error), None)
         except Exception as error:
@@ -191,6 +195,8 @@ class Reconciler:
             self._foreign.report(key)
             return "gone"
         memory = self._memory(key, job.uid)
+        if job.uid in self._state.ending:
+            return "gone"
         await self._foreign.resolve_owners(job.id)
         self._foreign.report(key)
         if job.job is not None and (job.status.plan is None or self._state.store.lacks_servers(key)):
@@ -250,6 +256,9 @@ class Reconciler:
         self, key: JobKey, job: JobView, version: str, observed: Observed, decision: Decision, memory: JobMemory
     ) -> Outcome:
         """Write the status, then queue events, and schedule the next reconcile."""
+        if any(note.type == "Warning" for note in decision.events):
+            # A namespace that is being deleted takes the pods before the jobs: that is no failure of theirs.
+            await self.events.check(key, job)
         outcome = await self._write_status(key, job, version, decision, memory)
         if outcome != "done":
             return outcome
@@ -494,6 +503,7 @@ class Reconciler:
         memory = self._memories.pop(key, None)
         if memory is not None:
             self._state.progress.forget(memory.uid)
+            self._state.ending.discard(memory.uid)
 
 
 def status_body(status: FineTuneJobStatus) -> dict[str, JsonValue]:
