@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster_support.api_access import PATIENCE_SECONDS, wait_until
+from cluster_support.api_access import PATIENCE_SECONDS, kubeconfig_text, wait_until
 from cluster_support.jobs_with_status import FAILED, JOB, NOW, SUCCEEDED, TRAINING, Jobs
 from cluster_support.plays import PREEMPTED, RUNS, SUCCEEDS, WRONG_COLUMN
 from cluster_support.world import World
@@ -331,3 +331,93 @@ def test_commands_show_the_failure_that_the_operator_reported(world: World, tmp_
     assert "StageFailed" in shown
     logs = jobs.finetune("logs", "reviews")
     assert [line.partition("] ")[2] for line in logs[1].splitlines()] == ["reading rows", "KeyError: 'text'"]
+
+
+# ------------------------------------------------------------------------------------------------ what a job names
+
+
+def write_job(jobs: Jobs, **spec: Any) -> str:
+    """Write a job file with these fields; return its name."""
+    document = {**JOB, "metadata": {"name": "reviews"}, "spec": {**JOB["spec"], **spec}}
+    (jobs.folder / "job.yaml").write_text(yaml.safe_dump(document))
+    return str(jobs.folder / "job.yaml")
+
+
+def make_objects(jobs: Jobs) -> None:
+    """Create a claim for one node, and a Secret whose value must appear nowhere."""
+    size = {"resources": {"requests": {"storage": "1Gi"}}}
+    claim = {"accessModes": ["ReadWriteOnce"], **size}
+    for kind, name, body in (
+        ("PersistentVolumeClaim", "work", {"spec": claim}),
+        ("Secret", "hub", {"stringData": {"HF_TOKEN": "a-secret-value"}}),
+    ):
+        document = {"apiVersion": "v1", "kind": kind, "metadata": {"name": name, "namespace": jobs.namespace}, **body}
+        jobs.api.must("create", "-f", "-", stdin=json.dumps(document))
+
+
+NAMES = {
+    "secrets": {"hubToken": {"name": "hub"}, "storage": {"name": "keys"}},
+    "template": {"serviceAccountName": "trainer"},
+}
+
+
+def test_validate_for_a_cluster_notes_absent_objects_and_keys(jobs: Jobs) -> None:
+    make_objects(jobs)
+    file = write_job(jobs, **NAMES, storage={"storageClassName": "none-such"}, model={"uri": "pvc://models"})
+    code, out, err = jobs.finetune("validate", "--cluster", file)
+    assert (code, "reviews is valid" in out) == (0, True)
+    for text in (
+        f'spec.model.uri: value "models": namespace {jobs.namespace} has no PersistentVolumeClaim of this name',
+        'spec.storage.storageClassName: value "none-such": the cluster has no StorageClass of this name',
+        f'spec.template.serviceAccountName: value "trainer": namespace {jobs.namespace} has no ServiceAccount',
+        'spec.secrets.hubToken.name: value "token": Secret "hub" has no such key; it has HF_TOKEN',
+        f'spec.secrets.storage.name: value "keys": namespace {jobs.namespace} has no Secret of this name',
+    ):
+        assert text in err
+    assert err.count("Note:") == 5
+    assert "a-secret-value" not in out + err
+
+
+def test_validate_for_a_cluster_refuses_two_nodes_on_a_claim_for_one(jobs: Jobs) -> None:
+    make_objects(jobs)
+    file = write_job(jobs, resources={"nodes": 2}, storage={"workspace": "pvc://work"})
+    code, _, err = jobs.finetune("validate", "--cluster", file)
+    assert code == 1
+    assert 'spec.storage.workspace: value "work": 2 pods mount the claim (spec.resources.nodes), which is' in err
+    write_job(jobs, resources={"nodes": 1}, storage={"workspace": "pvc://work"})
+    assert jobs.finetune("validate", "--cluster", file)[0] == 0
+
+
+def test_doctor_reports_what_a_job_names_as_gaps(jobs: Jobs) -> None:
+    make_objects(jobs)
+    file = write_job(jobs, **NAMES, storage={"workspace": "pvc://work"})
+    code, out, err = jobs.finetune("doctor", file, "-o", "json")
+    found = {one["what"]: one for one in json.loads(out)["findings"]}
+    assert code == 1
+    assert found["named objects"]["found"] == "PersistentVolumeClaim work"
+    gaps = {path for path, one in found.items() if one["state"] == "gap" and path.startswith("spec.")}
+    assert gaps == {"spec.secrets.hubToken.name", "spec.secrets.storage.name", "spec.template.serviceAccountName"}
+    assert "a-secret-value" not in out + err
+
+
+def test_lookups_say_what_the_caller_may_not_read(jobs: Jobs, tmp_path: Path) -> None:
+    api = jobs.api
+    api.must("create", "serviceaccount", "somebody", "-n", jobs.namespace)
+    token = api.must("create", "token", "somebody", "-n", jobs.namespace).strip()
+    access = api.access  # type: ignore[attr-defined]
+    config = tmp_path / "somebody.kubeconfig"
+    config.write_text(kubeconfig_text(access.host, str(access.ca) if access.ca else None, token))
+    file = write_job(jobs, **NAMES)
+    code, _, err = jobs.finetune("validate", "--cluster", file, "--kubeconfig", str(config))
+    assert code == 0
+    assert "not looked up: Secret hub: no permission to read secrets." in err
+    assert "has no Secret" not in err
+
+
+def test_validate_for_a_cluster_needs_no_cluster(jobs: Jobs, tmp_path: Path) -> None:
+    file = write_job(jobs, **NAMES)
+    gone = tmp_path / "gone.kubeconfig"
+    gone.write_text(kubeconfig_text("https://127.0.0.1:1", None, "token"))
+    code, out, err = jobs.finetune("validate", "--cluster", file, "--kubeconfig", str(gone))
+    assert (code, "reviews is valid" in out) == (0, True)
+    assert "The objects that the jobs name were not looked up: the API server at https://127.0.0.1:1 cannot be" in err

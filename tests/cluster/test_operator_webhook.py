@@ -194,6 +194,32 @@ def test_failure_policy_decides_while_no_operator_runs(guarded: Guarded) -> None
     wait_until(lambda: guarded.apply("reviews", GOOD).returncode == 0, "jobs are stored without being asked about")
 
 
+def test_webhook_warns_of_what_a_job_names_and_never_refuses_it(guarded: Guarded) -> None:
+    claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+    document = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "work"}, "spec": claim}
+    guarded.cluster.must("create", "-n", guarded.namespace, "-f", "-", stdin=json.dumps(document))
+    spec = {**GOOD, "model": {"uri": "pvc://models"}, "storage": {"workspace": "pvc://work"}, "resources": {"nodes": 2}}
+    # The operator has no right to read Secrets, and here none on service accounts: it says nothing of them.
+    named = {"secrets": {"hubToken": {"name": "hub"}}, "template": {"serviceAccountName": "trainer"}}
+    ran = guarded.apply("reviews", {**spec, **named})
+    assert ran.returncode == 0
+    missing = (
+        f'spec.model.uri (value "models"): namespace {guarded.namespace} has no PersistentVolumeClaim of this name'
+    )
+    assert sorted(line.partition(";")[0] for line in ran.stderr.splitlines()) == [
+        f"Warning: {missing}",
+        'Warning: spec.storage.workspace (value "work"): 2 pods mount the claim (spec.resources.nodes), which is '
+        "ReadWriteOnce: for one node only",
+    ]
+    guarded.cluster.must("create", "clusterrole", "reader", "--verb=get", "--resource=serviceaccounts")
+    guarded.cluster.must("create", "clusterrolebinding", "reader", "--clusterrole=reader", f"--user={USER}")
+    try:
+        warned = guarded.apply("others", {**GOOD, **named}).stderr
+    finally:
+        guarded.cluster.must("delete", "clusterrole,clusterrolebinding", "reader")
+    assert "has no ServiceAccount of this name" in warned
+
+
 BAD = {"image": "elsewhere.example.com/trainer:1"}
 
 

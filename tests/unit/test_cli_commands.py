@@ -469,7 +469,7 @@ CHECKS = (
         ("<TAB>", HEAVY, 310),
         ("plan --<TAB>", HEAVY, 310),
         ("status --help", HEAVY, 310),
-        ("validate job.yaml", CHECKS, 375),
+        ("validate job.yaml", CHECKS, 376),
     ],
 )
 def test_command_imports_only_required_modules(

@@ -85,7 +85,7 @@ def test_hub_that_refuses_the_connection_is_out_of_reach(monkeypatch: pytest.Mon
     ],
 )
 def test_reason_is_short(error: OSError, message: str | None) -> None:
-    assert hub_reach._reason_text(error) == message
+    assert hub_reach.reason_text(error) == message
 
 
 def test_hub_that_does_not_answer_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:

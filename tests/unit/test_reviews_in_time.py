@@ -10,9 +10,11 @@ from typing import Any, cast
 import aiohttp
 import pytest
 
-from finetune_operator.controller.servers.webhook import MOST_WAITING, WebhookServer, limit_seconds
+from finetune_operator.controller.servers.webhook import MOST_WAITING, REVIEWING, WebhookServer, limit_seconds
 from finetune_operator.controller.store.fair_queue import TooManyWaitError, Turns
 from finetune_operator.jobs.admission import JOBS, answer_to
+from finetune_operator.jobs.missing_objects import LookUp
+from planning_support.cases import job
 from suite_plugins.patience import patient
 
 REVIEW_SECONDS = 0.5
@@ -30,21 +32,27 @@ class NoJobs:
         """Return that nothing is known."""
         return []
 
+    async def look_up(self, namespace: str, job: Any) -> LookUp:
+        """Answer never, as an API server that is too busy."""
+        await asyncio.Event().wait()
+        return LookUp()
+
 
 async def slowly(review: dict[str, Any]) -> Any:
     """Review as a job does that takes long to validate: in its thread, without a pause."""
     time.sleep(REVIEW_SECONDS)
+    REVIEWING.get().job = job(name=review["request"]["name"])
     return answer_to(review, None)
 
 
 def review(namespace: str, number: int, *, old: Any = None) -> dict[str, Any]:
-    job = {"metadata": {"name": f"job-{number}"}, "spec": {"number": number}}
+    document = {"metadata": {"name": f"job-{number}"}, "spec": {"number": number}}
     return {
         "apiVersion": "admission.k8s.io/v1",
         "kind": "AdmissionReview",
         "request": {
             "uid": str(number), "operation": "CREATE" if old is None else "UPDATE", "namespace": namespace,
-            "name": f"job-{number}", "resource": JOBS, "userInfo": {}, "object": job, "oldObject": old,
+            "name": f"job-{number}", "resource": JOBS, "userInfo": {}, "object": document, "oldObject": old,
         },
     }  # fmt: skip
 

@@ -30,7 +30,7 @@ class _Listed(NamedTuple):
 
 
 COMMANDS = {
-    "validate": _Listed("file_commands", "Check job files, without network, model or data."),
+    "validate": _Listed("file_commands", "Check job files, without model or data."),
     "plan": _Listed("file_commands", "Show a job's plan, with a reason for each decision."),
     "render": _Listed("file_commands", "Write the Kubernetes objects of a job."),
     "review": _Listed("review.review_command", "Write a Markdown summary of job files for a code review."),

@@ -255,10 +255,11 @@ class Operator:
 def judged(request: Request, settings: Settings) -> tuple[Sequence[Problem], Sequence[str]]:
     """Return problems and warnings for the review in progress, and keep the whole refusal for its answer."""
     reviewing = REVIEWING.get()
-    problems, warnings = judge(request, settings, reviewing.jobs, reviewing.served)
-    if problems:
-        reviewing.status = refusal(request.name, problems)
-    return problems, warnings
+    judgement = judge(request, settings, reviewing.jobs, reviewing.served)
+    if judgement.problems:
+        reviewing.status = refusal(request.name, judgement.problems)
+    reviewing.job = judgement.job
+    return judgement.problems, judgement.warnings
 
 
 def _log_fault(task: asyncio.Task[None]) -> None:

@@ -25,7 +25,7 @@ from finetune_operator.spec.json_text import loads
 from finetune_operator.spec.launcher_rows import LauncherName
 from finetune_operator.spec.problems import Problem, describe_value
 from finetune_operator.spec.settings.settings import Settings
-from finetune_operator.spec.types import GROUP, PLURAL, VERSION, FineTuneJobSpec
+from finetune_operator.spec.types import GROUP, PLURAL, VERSION, FineTuneJob, FineTuneJobSpec
 
 JOBS = {"group": GROUP, "version": VERSION, "resource": PLURAL}
 
@@ -120,23 +120,34 @@ def needs_validation(request: Request) -> bool:
     return before is None or _work(before) != _work(document)
 
 
+@dataclass(frozen=True)
+class Judgement:
+    """Judgement of a change."""
+
+    problems: tuple[Problem, ...] = ()
+    """Reasons why it may not."""
+    warnings: tuple[str, ...] = ()
+    job: FineTuneJob | None = None
+    """The job, if it may be stored and its work is new."""
+
+
 def judge(
     request: Request, settings: Settings, jobs: Iterable[JobView], served: Collection[LauncherName] = ()
-) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
-    """Return the problems of a job that may not be stored, and warnings about one that may. `jobs` are all known ones;
-    `served` empty: it is not known which launchers the cluster has.
+) -> Judgement:
+    """Return the judgement of a change. `jobs` are all known ones; `served` empty: it is not known which launchers the
+    cluster has.
     """
     if request.object is None or not needs_validation(request):
-        return (), ()
+        return Judgement()
     job, problems = validate_job(request.object, settings)
     if job is None:
-        return tuple(problems), ()
+        return Judgement(tuple(problems))
     spec = job.spec
     conflicts = tuple(_conflicts(request, spec, jobs))
     unserved = served and spec.launcher != "auto" and spec.launcher not in served
     warning = f"spec.launcher: this cluster does not serve {spec.launcher} yet; the job waits until it does"
     warnings = (*notices(spec, settings.network_policy), *((warning,) if unserved else ()))
-    return conflicts, (() if conflicts else warnings)
+    return Judgement(conflicts) if conflicts else Judgement((), warnings, job)
 
 
 def _work(job: Mapping[str, JsonValue]) -> JsonValue:

@@ -68,6 +68,9 @@ CUSTOM_METRICS_GROUP = "custom.metrics.k8s.io"
 AUTOSCALER = Resource("autoscaling/v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers")
 DISRUPTION_BUDGET = Resource("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 SECRET = Resource("v1", "Secret", "secrets")
+SERVICE_ACCOUNT = Resource("v1", "ServiceAccount", "serviceaccounts")
+STORAGE_CLASS = Resource("storage.k8s.io/v1", "StorageClass", "storageclasses", namespaced=False)
+PRIORITY_CLASS = Resource("scheduling.k8s.io/v1", "PriorityClass", "priorityclasses", namespaced=False)
 LEASE = Resource("coordination.k8s.io/v1", "Lease", "leases")
 _WEBHOOK = "ValidatingWebhookConfiguration"
 WEBHOOK = Resource("admissionregistration.k8s.io/v1", _WEBHOOK, f"{_WEBHOOK.lower()}s", namespaced=False)

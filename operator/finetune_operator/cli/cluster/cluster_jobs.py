@@ -7,7 +7,7 @@ reason for an unreachable cluster becomes a ClusterError, whose text has a hint.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,6 +27,7 @@ from finetune_operator.spec.kubernetes_objects import Meta, Raw
 from finetune_operator.spec.types import GROUP, FineTuneJobStatus
 
 if TYPE_CHECKING:
+    from finetune_operator.jobs.missing_objects import Answers, NamedObject
     from finetune_operator.kubernetes_api.client import KubernetesClient
 
 MANAGER = "finetune"
@@ -255,6 +256,13 @@ class Cluster:
         """Return one object that is not namespaced."""
         with self._translated_errors():
             return await self._client.get(resource, None, name)
+
+    async def look_up(self, namespace: str, named: Collection[NamedObject]) -> Answers:
+        """Return what exists of the objects that a job names."""
+        from finetune_operator.kubernetes_api.lookup import look_up
+
+        with self._translated_errors():
+            return await look_up(self._client, namespace, named)
 
     async def listed(
         self, resource: Resource, namespace: str | None = None, labels: str | None = None

@@ -12,13 +12,19 @@ from rich.table import Table
 from finetune_operator.cli.cluster.cluster_jobs import Cluster, ClusterError, UnreachableError
 from finetune_operator.cli.cluster.doctor_findings import Finding, Known, State, Surroundings
 from finetune_operator.cli.terminal.console import print_trimmed
-from finetune_operator.kubernetes_api.resources import DEPLOYMENT, FINETUNE_JOB, LAUNCHER_RESOURCES, NODE, Resource
+from finetune_operator.kubernetes_api.resources import (
+    DEPLOYMENT,
+    FINETUNE_JOB,
+    LAUNCHER_RESOURCES,
+    NODE,
+    STORAGE_CLASS,
+    Resource,
+)
 from finetune_operator.spec.launcher_rows import BUILT_IN, LauncherName
 from finetune_operator.spec.schema.served_schema import OPENAPI_PATH, lacking
 
 Value = TypeVar("Value")
 
-STORAGE_CLASS = Resource("storage.k8s.io/v1", "StorageClass", "storageclasses", namespaced=False)
 NAMESPACE = Resource("v1", "Namespace", "namespaces", namespaced=False)
 QUOTA = Resource("v1", "ResourceQuota", "resourcequotas")
 QUEUE_VERSIONS = ("kueue.x-k8s.io/v1beta2", "kueue.x-k8s.io/v1beta1")

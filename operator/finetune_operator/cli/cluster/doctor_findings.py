@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from finetune_contract.byte_text import human_bytes
+from finetune_operator.jobs.missing_objects import LookUp
 from finetune_operator.plan.hardware.gpu_nodes import Node, facts_of_nodes, gpu_kinds, gpu_resource
 from finetune_operator.plan.hardware.network_devices import (
     EFA,
@@ -52,6 +53,10 @@ POLICY_GROUPS = {
     "networking.k8s.aws": "the network policy agent of Amazon's VPC CNI",
 }
 """API groups of network plugins that enforce policies."""
+BUILD_IMAGES = (
+    "no image is published: build it with make images, push it to your registry, and name that in the settings' "
+    "defaults.image (docs/install.md)"
+)
 DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
 PODSECURITY = "pod-security.kubernetes.io/enforce"
 
@@ -99,13 +104,22 @@ class Finding:
     hint: str = field(default="")
 
 
-def judge(cluster: Surroundings, job: FineTuneJob | None, settings: Settings) -> tuple[Finding, ...]:
-    """Return all findings, with a hint for each gap; without `job`, for jobs of any kind."""
+def judge(
+    cluster: Surroundings,
+    job: FineTuneJob | None,
+    settings: Settings,
+    named: LookUp | None = None,
+    images: Mapping[str, tuple[str | None, str]] | None = None,
+) -> tuple[Finding, ...]:
+    """Return all findings, with a hint for each gap; without `job`, for jobs of any kind. `named`: the objects that the
+    job names; `images`: there or absent for each image that a registry was asked for, and the reason for neither.
+    """
     spec = None if job is None else job.spec
     parts: tuple[Callable[[Surroundings, FineTuneJobSpec | None, Settings], Iterator[Finding]], ...] = (
-        _api, _operator, _launchers, _queue, _gpus, _network, _storage, _security, _quota, _policies, _images,
+        _api, _operator, _launchers, _queue, _gpus, _network, _storage, _security, _quota, _policies,
     )  # fmt: skip
-    return tuple(finding for part in parts for finding in part(cluster, spec, settings))
+    findings = [finding for part in parts for finding in part(cluster, spec, settings)]
+    return (*findings, *_named(named or LookUp()), _image(cluster, spec, settings, images or {}))
 
 
 def _unknown(topic: str, known: Known[Any]) -> Finding:
@@ -428,8 +442,29 @@ def _policies(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Set
         yield Finding("network policies", "unknown", "no network plugin that enforces them was found", hint)
 
 
-def _images(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
-    image = (None if spec is None else spec.image) or settings.defaults.image
+def _named(named: LookUp) -> Iterator[Finding]:
+    """Yield the objects of the cluster that the job names."""
+    if named.existing:
+        yield Finding("named objects", "ok", ", ".join(named.existing))
+    for problem in (*named.conflicts, *named.absent):
+        value = "" if problem.value is None else f" {problem.value}"
+        yield Finding(problem.path, "gap", f"{problem.rule} (value{value})" if value else problem.rule, problem.hint)
+    for text in named.unread:
+        yield Finding("named objects", "unknown", text)
+
+
+def image_of(spec: FineTuneJobSpec | None, settings: Settings) -> str:
+    """Return the image of the job's pods."""
+    return (None if spec is None else spec.image) or settings.defaults.image
+
+
+def _image(
+    cluster: Surroundings,
+    spec: FineTuneJobSpec | None,
+    settings: Settings,
+    images: Mapping[str, tuple[str | None, str]],
+) -> Finding:
+    image = image_of(spec, settings)
     secrets = [secret.name for secret in settings.defaults.image_pull_secrets]
     secrets += [] if spec is None else [secret.name for secret in spec.template.image_pull_secrets]
     source = (
@@ -440,11 +475,16 @@ def _images(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Setti
         names = {str(name) for entry in node.get("status", {}).get("images") or () for name in entry.get("names") or ()}
         if any(name == image or name.endswith(f"/{image}") for name in names):
             nodes.append(str(node["metadata"]["name"]))
+    state, reason = images.get(image, (None, ""))
     if nodes:
-        yield Finding("image", "ok", f"{image}: {len(nodes)} node{'s have' if len(nodes) > 1 else ' has'} it{source}")
-    elif "/" not in image:
-        hint = "name a registry in the settings' defaults.image, or load the image into each node"
-        yield Finding("image", "gap", f"{image} names no registry, and no node is known to have it{source}", hint)
-    else:
-        hint = "only a pull shows whether the registry has it; finetune images lists all images to pull"
-        yield Finding("image", "unknown", f"{image}{source}; no node is known to have it", hint)
+        return Finding("image", "ok", f"{image}: {len(nodes)} node{'s have' if len(nodes) > 1 else ' has'} it{source}")
+    if "/" not in image:
+        text = f"{image} names no registry, and no node is known to have it{source}"
+        return Finding("image", "gap", text, f"{BUILD_IMAGES}, or load it into each node")
+    if state == "absent":
+        return Finding("image", "gap", f"{image}: its registry does not have it{source}", BUILD_IMAGES)
+    if state == "there":
+        return Finding("image", "ok", f"{image}: its registry has it{source}")
+    hint = "only a pull shows whether the registry has it; finetune images lists all images to pull"
+    why = f"; {reason}" if reason else ""
+    return Finding("image", "unknown", f"{image}{source}; no node is known to have it{why}", hint)

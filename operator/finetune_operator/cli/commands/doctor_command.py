@@ -19,8 +19,8 @@ from finetune_operator.cli.terminal.console import Output, UsageError, emit, out
 
 if TYPE_CHECKING:
     from finetune_operator.cli.cluster.cluster_jobs import Cluster
-    from finetune_operator.cli.cluster.doctor_findings import Surroundings
-    from finetune_operator.spec.types import FineTuneJob
+    from finetune_operator.cli.cluster.doctor_findings import Finding, Surroundings
+    from finetune_operator.jobs.missing_objects import LookUp
 
 
 def doctor(
@@ -41,8 +41,9 @@ def doctor(
     Report launchers and queue, GPU nodes with product, memory, links and the source of these facts, shared
     storage, PodSecurity and quota of the namespace, network policies, images, and the operator with its version.
     With job files, check the needs of these jobs. The command only reads, with your own rights, and lists the
-    parts that it has no permission to read. Exit code 0 if nothing is missing, 1 if something is or the cluster
-    does not answer.
+    parts that it has no permission to read. With job files, it also looks up the claims, Secret keys, ConfigMaps,
+    service accounts, classes and images that they name. Exit code 0 if nothing is missing, 1 if something is or the
+    cluster does not answer.
 
     \b
     Examples:
@@ -53,8 +54,9 @@ def doctor(
     """
     from finetune_operator.cli.cluster.cluster_jobs import Connection
     from finetune_operator.cli.cluster.doctor import as_data, print_findings, survey
-    from finetune_operator.cli.cluster.doctor_findings import judge
+    from finetune_operator.cli.cluster.doctor_findings import image_of, judge
     from finetune_operator.cli.commands.cluster_commands import in_cluster
+    from finetune_operator.cli.commands.cluster_lookups import image_states, look_up_jobs
     from finetune_operator.cli.commands.steps import checked_jobs, settings_of
 
     limits = settings_of(settings, cluster=True)
@@ -65,12 +67,16 @@ def doctor(
         raise UsageError("the jobs are in several namespaces; select one with -n")
     connection = Connection(kubeconfig, context, namespace or next(iter(namespaces), None))
 
-    async def read(cluster: Cluster) -> Surroundings:
-        return await survey(cluster, operator_namespace)
+    async def read(cluster: Cluster) -> tuple[Surroundings, tuple[LookUp, ...]]:
+        surroundings = await survey(cluster, operator_namespace)
+        return surroundings, await look_up_jobs(cluster, (entry.job for entry in entries), limits)
 
-    surroundings = in_cluster(connection, read)
-    jobs: list[FineTuneJob | None] = [*(entry.job for entry in entries)] or [None]
-    reports = [(None if job is None else job.name, judge(surroundings, job, limits)) for job in jobs]
+    surroundings, lookups = in_cluster(connection, read)
+    images = image_states(image_of(entry.job.spec, limits) for entry in entries)
+    reports: list[tuple[str | None, tuple[Finding, ...]]] = [
+        (entry.job.name, judge(surroundings, entry.job, limits, named, images))
+        for entry, named in zip(entries, lookups, strict=True)
+    ] or [(None, judge(surroundings, None, limits))]
     if output is Output.TEXT:
         for name, findings in reports:
             if name is not None:

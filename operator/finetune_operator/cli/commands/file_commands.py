@@ -23,11 +23,13 @@ from finetune_operator.cli.commands.options import (
     Kubeconfig,
     LocalSettings,
     Measure,
+    Namespace,
 )
 from finetune_operator.cli.terminal.console import (
     DocumentOutput,
     Output,
     UsageError,
+    described,
     emit,
     list_of,
     note,
@@ -36,10 +38,12 @@ from finetune_operator.cli.terminal.console import (
     print_line,
     problem_data,
     report,
+    sentence,
 )
 from finetune_operator.spec.launcher_rows import TRAINING
 
 if TYPE_CHECKING:
+    from finetune_operator.cli.cluster.cluster_jobs import Connection
     from finetune_operator.cli.files.checking import EntryCheck
     from finetune_operator.cli.files.job_files import Inputs, JobEntry
     from finetune_operator.plan.hardware.gpu_nodes import Node
@@ -74,14 +78,19 @@ def validate(
         typer.Option("--data", help="Also check columns, labels and text lengths in the first rows of the data."),
     ] = False,
     settings: LocalSettings = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Check job files, without network, model or data.
+    """Check job files, without model or data.
 
     Report all problems at once, each with its line, field, value, rule and hint. With -o json, a hint that leaves
     no choice is also data, as the change of the file. With --cluster, also report URIs that only a local run can
-    use (file:// and pkg://). With --data, also read the first 10,000 rows of each split as the prepare stage does,
-    which takes some seconds.
+    use (file:// and pkg://). If a kubeconfig is there, --cluster also looks up the claims, Secret keys, ConfigMaps,
+    service accounts, classes and images that the jobs name: with your rights, one request each. A claim that the
+    job's pods cannot share is a problem; what does not exist yet, or cannot be read, is a note. With --data, also
+    read the first 10,000 rows of each split as the prepare stage does, which takes some seconds.
 
     \b
     Examples:
@@ -95,12 +104,17 @@ def validate(
     from finetune_operator.cli.commands.steps import print_notes, settings_of
     from finetune_operator.cli.files.job_files import read_inputs
 
-    inputs = read_inputs([*(files or []), *(filename or [])], settings_of(settings, cluster=cluster))
+    limits = settings_of(settings, cluster=cluster)
+    inputs = read_inputs([*(files or []), *(filename or [])], limits)
     checked: dict[str, EntryCheck] = {}
     if data:
         from finetune_operator.cli.files.checking import check_entry
 
         checked = {entry.job.name: check_entry(entry) for entry in inputs.entries}
+    if cluster:
+        from finetune_operator.cli.cluster.cluster_jobs import Connection
+
+        inputs = _with_lookups(inputs, limits, Connection(kubeconfig, context, namespace), settings)
     problems = [*inputs.problems, *(problem for check in checked.values() for problem in check.problems)]
     if output is Output.TEXT:
         print_notes(inputs)
@@ -110,6 +124,40 @@ def validate(
     else:
         emit([_validation(inputs, problems, checked)], output)
     raise typer.Exit(1 if problems else 0)
+
+
+def _with_lookups(inputs: Inputs, limits: Settings, connection: Connection, settings: Path | None) -> Inputs:
+    """Return the inputs with problems and notes on what their jobs name in the cluster; a job with a problem is no
+    entry any more.
+    """
+    from dataclasses import replace
+
+    from finetune_operator.cli.commands.cluster_lookups import image_states, look_up_if_configured
+    from finetune_operator.cli.files.job_files import located
+    from finetune_operator.jobs.missing_objects import named_by
+
+    jobs = [entry.job for entry in inputs.entries]
+    found, unknown = look_up_if_configured(jobs, limits, connection)
+    if unknown is not None:
+        named = any(not one.created for job in jobs for one in named_by(job, limits))
+        text = f"The objects that the jobs name were not looked up: {unknown}"
+        return replace(inputs, notes=(*inputs.notes, sentence(text))) if named else inputs
+    entries, problems, notes = [], [*inputs.problems], [*inputs.notes]
+    for entry, one in zip(inputs.entries, found, strict=True):
+        problems += [(entry.source, located(entry.document, problem)) for problem in one.conflicts]
+        entries += [] if one.conflicts else [entry]
+        notes += [described(located(entry.document, problem), entry.source) for problem in one.absent]
+        notes += [
+            f"{entry.source}:{entry.document.line}: {entry.job.name}: not looked up: {each}." for each in one.unread
+        ]
+    # Without a settings file, the image of jobs that name none is not known.
+    default = None if settings is None else limits.defaults.image
+    for image, (state, reason) in image_states(filter(None, (job.spec.image or default for job in jobs))).items():
+        if state == "absent":
+            notes.append(f"Image {image}: its registry does not have it. Build and push it (images/README.md).")
+        elif state is None:
+            notes.append(f"Image {image} was not looked up: {reason}.")
+    return replace(inputs, entries=tuple(entries), problems=tuple(problems), notes=tuple(notes))
 
 
 def _print_result(entry: JobEntry, checked: EntryCheck | None) -> None:

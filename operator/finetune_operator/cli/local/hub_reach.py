@@ -13,10 +13,10 @@ import queue
 import socket
 import ssl
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http.client import HTTPException
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -26,6 +26,7 @@ ANSWER_SECONDS = 5.0
 SCHEME = "hf://"
 HINT = "Connect to the network, or name a folder on this machine: file://FOLDER"
 Kind: TypeAlias = Literal["model", "dataset"]
+Value = TypeVar("Value")
 
 _TRUE = frozenset({"1", "ON", "YES", "TRUE"})
 """True values of variables, as huggingface_hub reads them."""
@@ -53,14 +54,20 @@ def unreachable_reason() -> str | None:
     if variable := _offline_variable():
         return f"{variable} is set"
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    # Name resolution has no timeout: a thread that nobody waits for can be left behind.
-    threading.Thread(target=lambda: answers.put(_request(endpoint)), daemon=True).start()
-    try:
-        reason = answers.get(timeout=ANSWER_SECONDS)
-    except queue.Empty:
-        reason = _TIMEOUT_TEXT
+    late: str | None = TIMEOUT_TEXT
+    reason = in_time(lambda: _request(endpoint), late)
     return None if reason is None else f"{endpoint} cannot be reached ({reason})"
+
+
+def in_time(request: Callable[[], Value], late: Value) -> Value:
+    """Return the result of a request; `late` if there is none within ANSWER_SECONDS."""
+    answers: queue.SimpleQueue[Value] = queue.SimpleQueue()
+    # Name resolution has no timeout: a thread that nobody waits for can be left behind.
+    threading.Thread(target=lambda: answers.put(request()), daemon=True).start()
+    try:
+        return answers.get(timeout=ANSWER_SECONDS)
+    except queue.Empty:
+        return late
 
 
 def _offline_variable() -> str | None:
@@ -68,7 +75,7 @@ def _offline_variable() -> str | None:
     return next((name for name in _OFFLINE_VARIABLES if os.environ.get(name, "").upper() in _TRUE), None)
 
 
-_TIMEOUT_TEXT = f"no answer within {ANSWER_SECONDS:.0f} s"
+TIMEOUT_TEXT = f"no answer within {ANSWER_SECONDS:.0f} s"
 
 
 _GATEWAYS = (502, 503, 504)
@@ -83,21 +90,22 @@ def _request(endpoint: str) -> str | None:
     except HTTPError as error:
         return f"{error.code} {error.reason}" if error.code in _GATEWAYS else None
     except URLError as error:
-        return _reason_text(error.reason)
+        return reason_text(error.reason)
     except (OSError, HTTPException) as error:
-        return _reason_text(error)
+        return reason_text(error)
     except ValueError:  # HF_ENDPOINT is no URL, which the trainer reports better
         return None
 
 
-def _reason_text(reason: object) -> str | None:
+def reason_text(reason: object) -> str | None:
+    """Return why there is no answer; None for one whose certificate is not trusted here."""
     match reason:
         case ssl.SSLError():  # there is an answer; judging certificates is left to the trainer's libraries
             return None
         case socket.gaierror():
             return "its name does not resolve"
         case TimeoutError():
-            return _TIMEOUT_TEXT
+            return TIMEOUT_TEXT
         case ConnectionRefusedError():
             return "connection refused"
         case OSError(strerror=str(text)) if text:

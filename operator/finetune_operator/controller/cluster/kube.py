@@ -25,6 +25,8 @@ Requests in use, which are those that the Roles in manifests/operator grant:
 | none | /.well-known/openid-configuration /openid/v1/jwks | get | cluster | the same (progress.tokens: keys) |
 | coordination.k8s.io | leases | get create update | own | leadership (leader.py) |
 | "" | secrets | get create update | own | the progress server's certificate |
+| "" | serviceaccounts | get | jobs | what a reviewed job names (the chart's webhook.enabled) |
+| storage.k8s.io, scheduling.k8s.io | storageclasses, priorityclasses | get | cluster | the same |
 
 Where: `jobs` = the namespaces of jobs, `own` = the operator's own, `cluster` = no namespace. Discovery (/apis) is open
 to every authenticated client, and no Role of ours grants the two paths of the issuer:

@@ -42,6 +42,7 @@ from finetune_operator.controller.servers.webhook import (
 )
 from finetune_operator.controller.store.queue import JobKey
 from finetune_operator.jobs.fleet_metrics import Fleet, fleet
+from finetune_operator.jobs.missing_objects import LookUp, compare, named_by
 from finetune_operator.jobs.render.render_types import Manifest, ProgressEndpoint
 from finetune_operator.jobs.state.decision_types import Findings, JobView, PodView
 from finetune_operator.kubernetes_api.errors import (
@@ -51,14 +52,17 @@ from finetune_operator.kubernetes_api.errors import (
     ForbiddenError,
     NotFoundError,
 )
+from finetune_operator.kubernetes_api.lookup import look_up
 from finetune_operator.kubernetes_api.resources import POD, SECRET, TOKEN_REVIEW
 from finetune_operator.spec.launcher_rows import LauncherName
-from finetune_operator.spec.types import ProgressStatus
+from finetune_operator.spec.types import FineTuneJob, ProgressStatus
 
 log = logging.getLogger(__name__)
 
 SOONEST = timedelta(minutes=1)
 """Shortest interval between two checks of the certificates, also if the API server gives no answer."""
+MOST_LOOKED_UP = 16
+"""Objects of one job that an answer of the webhook waits for; a job names three or four."""
 _COUNTED_BY_POD_0 = (Stage.PREPARE, Stage.PREDICT)
 """Stages whose pods divide the rows: pod 0 counts those of all, others only their own, which shows that they work."""
 _WITHOUT_REVIEW = " Grant `create` on tokenreviews, or set progress.tokens to keys, which needs no right."
@@ -204,6 +208,14 @@ class OperatorView:
             return await self._state.served()
         except ApiError:
             return ()
+
+    async def look_up(self, namespace: str, job: FineTuneJob) -> LookUp:
+        """See `webhook.World`. The operator has no right to read Secrets of others."""
+        named = [one for one in named_by(job, self._state.settings) if one.kind != SECRET.kind][:MOST_LOOKED_UP]
+        try:
+            return compare(job, named, await look_up(self._state.kube, namespace, named), namespace)
+        except ApiError:
+            return LookUp()
 
     def fleet(self) -> Fleet:
         """Return the state of all jobs, as they are known here now."""

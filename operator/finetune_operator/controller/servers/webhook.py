@@ -34,11 +34,14 @@ from finetune_operator.controller.servers.request_bodies import Bodies, BodyErro
 from finetune_operator.controller.servers.sites import Site
 from finetune_operator.controller.store.fair_queue import TooManyWaitError, Turns
 from finetune_operator.jobs.admission import NoReviewError, answer_to, needs_validation, read_review, request_of
+from finetune_operator.jobs.missing_objects import LookUp
 from finetune_operator.jobs.render.render_types import Manifest
 from finetune_operator.jobs.state.decision_types import JobView
+from finetune_operator.jobs.state.planned import problems_text
 from finetune_operator.kubernetes_api.errors import ConflictError, NotFoundError
 from finetune_operator.kubernetes_api.resources import WEBHOOK
 from finetune_operator.spec.launcher_rows import LauncherName
+from finetune_operator.spec.types import FineTuneJob
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,8 @@ MOST_WAITING = 16
 """Reviews of one namespace that wait; a review takes 0.3 s at most."""
 TIMEOUT_SECONDS = 5.0
 """The chart's `webhook.timeoutSeconds`, for a client that does not say how long it waits."""
+LOOK_UP_SECONDS = 1.0
+"""Longest time of the requests for what an admitted job names; without answers there is no warning."""
 MARGIN_SECONDS = 1.0
 """Part of the API server's timeout that is left for the way of the answer."""
 RETRY_SECONDS = 2
@@ -97,6 +102,8 @@ class Reviewing:
     """Launchers that the cluster has; empty: not known now."""
     status: dict[str, JsonValue] | None = None
     """The whole Status of a refusal, of which kopf answers message and code."""
+    job: FineTuneJob | None = None
+    """The job, if it is admitted and its work is new."""
 
 
 REVIEWING: ContextVar[Reviewing] = ContextVar("REVIEWING")
@@ -111,6 +118,10 @@ class World(Protocol):
 
     async def served(self) -> Collection[LauncherName]:
         """Return the launchers that the cluster has; empty: not known now."""
+        ...
+
+    async def look_up(self, namespace: str, job: FineTuneJob) -> LookUp:
+        """Return what exists of the objects that the job names, as far as the operator may read them."""
         ...
 
 
@@ -211,7 +222,7 @@ class WebhookServer:
         stored without a check.
         """
         namespace = str(review["request"].get("namespace") or "")
-        task = asyncio.create_task(self._answered(namespace, review))
+        task = asyncio.create_task(self._answered(namespace, review, until))
         try:
             done, _ = await asyncio.wait([task], timeout=max(0.0, until - asyncio.get_running_loop().time()))
             if done and not isinstance(task.exception(), TooManyWaitError):
@@ -223,7 +234,7 @@ class WebhookServer:
             return answer_to(review, None)
         return None if alone else answer_to(review, _too_many(namespace))
 
-    async def _answered(self, namespace: str, review: dict[str, Any]) -> Any:
+    async def _answered(self, namespace: str, review: dict[str, Any], until: float) -> Any:
         """Return the answer once it is the namespace's turn. NoReviewError, TooManyWaitError."""
         served = await self._world.served()
         answer = await asyncio.shield(self.answer)
@@ -232,7 +243,21 @@ class WebhookServer:
         work = asyncio.create_task(asyncio.to_thread(answered, answer, review, reviewing))
         # A thread goes on to its end, also if nobody waits for its answer any more.
         work.add_done_callback(lambda work: self._over(namespace, work))
-        return await asyncio.shield(work)
+        answer_given = await asyncio.shield(work)
+        if reviewing.job is not None:
+            left = until - asyncio.get_running_loop().time()
+            warnings = await self._warnings(namespace, reviewing.job, min(LOOK_UP_SECONDS, left / 2))
+            answer_given["response"].setdefault("warnings", []).extend(warnings)
+        return answer_given
+
+    async def _warnings(self, namespace: str, job: FineTuneJob, seconds: float) -> list[str]:
+        """Return warnings of objects that the job names and that do not exist, or do not fit it."""
+        try:
+            async with asyncio.timeout(seconds):
+                found = await self._world.look_up(namespace, job)
+        except TimeoutError:
+            return []
+        return [problems_text((problem,)) for problem in (*found.conflicts, *found.absent)]
 
     def _over(self, namespace: str, work: asyncio.Task[Any]) -> None:
         self._turns.give_back(namespace)

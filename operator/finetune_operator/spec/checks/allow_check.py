@@ -13,6 +13,15 @@ from contextlib import suppress
 
 from pydantic import JsonValue
 
+from finetune_operator.spec.checks.named_objects import (
+    claims,
+    config_maps,
+    in_volumes,
+    priority_classes,
+    projected_sources,
+    secrets,
+    service_accounts,
+)
 from finetune_operator.spec.checks.syntax import normal_folder
 from finetune_operator.spec.fields.field_values import Path, value_at
 from finetune_operator.spec.problems import Problem, describe_value, format_path
@@ -21,7 +30,6 @@ from finetune_operator.spec.settings.settings import Settings
 from finetune_operator.spec.types import FineTuneJobSpec
 
 SYSTEM_PRIORITY = "system-"
-CLAIM_SCHEME = "pvc://"
 API_AUDIENCE = "api"
 """Name of a token without an audience, which is for the API server itself."""
 
@@ -30,12 +38,12 @@ def allowed_problems(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Prob
     """Return the problems of names and sizes that the settings do not allow."""
     allow, template = settings.allow, spec.template
     named: tuple[tuple[tuple[str, ...], str, Iterable[tuple[Path, str]]], ...] = (
-        (allow.names("service_accounts"), "a service account", _service_accounts(spec)),
-        (allow.names("priority_classes"), "a priority class", _priority_classes(spec)),
-        (allow.names("secrets"), "a Secret", _secrets(spec)),
-        (allow.names("config_maps"), "a ConfigMap", _config_maps(spec)),
-        (allow.names("claims"), "a claim", _claims(spec)),
-        (allow.names("csi_drivers"), "a CSI driver", _volumes(template.volumes, ("csi", "driver"))),
+        (allow.names("service_accounts"), "a service account", service_accounts(spec)),
+        (allow.names("priority_classes"), "a priority class", priority_classes(spec)),
+        (allow.names("secrets"), "a Secret", secrets(spec)),
+        (allow.names("config_maps"), "a ConfigMap", config_maps(spec)),
+        (allow.names("claims"), "a claim", claims(spec)),
+        (allow.names("csi_drivers"), "a CSI driver", in_volumes(template.volumes, ("csi", "driver"))),
         (allow.names("token_audiences"), "a token audience", _audiences(template.volumes)),
         (allow.names("env"), "an environment variable", _variables(template.env)),
         (allow.names("mount_paths"), "a folder", _mounts(template.volume_mounts)),
@@ -46,23 +54,13 @@ def allowed_problems(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Prob
         for path, name in names:
             if not any(fnmatch.fnmatchcase(name, glob) for glob in globs):
                 yield _refused(path, f"is {kind} that the settings do not allow", _allowed_hint(globs, path), name)
-    for path, name in _priority_classes(spec):
+    for path, name in priority_classes(spec):
         if name.startswith(SYSTEM_PRIORITY):
             rule = "is reserved for Kubernetes system components; it would preempt other pods"
             yield _refused(path, rule, "use another priority class, or leave it out", name)
     if allow.profile == "strict":
         yield from _beyond_the_namespace(spec)
     yield from _sizes(spec, settings)
-
-
-def _service_accounts(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
-    if spec.template.service_account_name is not None:
-        yield ("template", "serviceAccountName"), spec.template.service_account_name
-
-
-def _priority_classes(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
-    if spec.run_policy.priority_class_name is not None:
-        yield ("runPolicy", "priorityClassName"), spec.run_policy.priority_class_name
 
 
 def _beyond_the_namespace(spec: FineTuneJobSpec) -> Iterator[Problem]:
@@ -116,94 +114,11 @@ def _refused(path: Path, rule: str, hint: str, value: object) -> Problem:
     return Problem(format_path(full), describe_value(value, full), rule, hint, reason="Forbidden")
 
 
-def named_uris(spec: FineTuneJobSpec) -> Iterator[tuple[str, str]]:
-    """Return every URI of the job by its path."""
-    predict = spec.predict
-    uris = {
-        "spec.model.uri": spec.model.uri,
-        "spec.dataset.uri": spec.dataset.uri if spec.dataset else None,
-        "spec.storage.workspace": spec.storage.workspace,
-        "spec.storage.cache": spec.storage.cache,
-        "spec.checkpoints.uri": spec.checkpoints.uri,
-        "spec.predict.dataset.uri": predict.dataset.uri if predict and predict.dataset else None,
-        "spec.predict.output": predict.output if predict else None,
-    }
-    for at, adapter in enumerate(() if spec.endpoint is None else spec.endpoint.adapters):
-        uris[f"spec.endpoint.adapters[{at}].uri"] = adapter.uri
-    return ((path, uri) for path, uri in uris.items() if uri is not None)
-
-
-def _claims(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
-    """Return every claim that the job names; not those created for it."""
-    for path, uri in named_uris(spec):
-        if uri.startswith(CLAIM_SCHEME):
-            yield tuple(path.split(".")[1:]), uri.removeprefix(CLAIM_SCHEME).partition("/")[0]
-    yield from _volumes(spec.template.volumes, ("persistentVolumeClaim", "claimName"))
-
-
-def _config_maps(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
-    reference = ("valueFrom", "configMapKeyRef", "name")
-    for index, variable in enumerate(spec.template.env):
-        name = value_at(variable, reference)
-        if isinstance(name, str):
-            yield ("template", "env", index, *reference), name
-    yield from _volumes(spec.template.volumes, ("configMap", "name"))
-    for path, source in _projected(spec.template.volumes):
-        name = value_at(source, ("configMap", "name"))
-        if isinstance(name, str):
-            yield (*path, "configMap", "name"), name
-
-
-def _volumes(volumes: Sequence[Mapping[str, JsonValue]], reference: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
-    """Return the value of each volume at `reference`, if it is text."""
-    for index, volume in enumerate(volumes):
-        name = value_at(volume, reference)
-        if isinstance(name, str):
-            yield ("template", "volumes", index, *reference), name
-
-
-def _secrets(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
-    """Yield every Secret that the job names. Objects of Kubernetes are taken as written: other checks report their
-    faults.
-    """
-    if spec.secrets.hub_token is not None:
-        yield ("secrets", "hubToken", "name"), spec.secrets.hub_token.name
-    if spec.secrets.storage is not None:
-        yield ("secrets", "storage", "name"), spec.secrets.storage.name
-    if spec.checkpoints.signing_key is not None:
-        yield ("checkpoints", "signingKey", "name"), spec.checkpoints.signing_key.name
-    if spec.endpoint is not None and spec.endpoint.token is not None:
-        yield ("endpoint", "token", "name"), spec.endpoint.token.name
-    for index, secret in enumerate(spec.template.image_pull_secrets):
-        yield ("template", "imagePullSecrets", index, "name"), secret.name
-    for place, items, references in (
-        ("env", spec.template.env, (("valueFrom", "secretKeyRef", "name"),)),
-        ("volumes", spec.template.volumes, (("secret", "secretName"), ("csi", "nodePublishSecretRef", "name"))),
-    ):
-        for index, item in enumerate(items):
-            for reference in references:
-                name = value_at(item, reference)
-                if isinstance(name, str):
-                    yield ("template", place, index, *reference), name
-    for path, source in _projected(spec.template.volumes):
-        name = value_at(source, ("secret", "name"))
-        if isinstance(name, str):
-            yield (*path, "secret", "name"), name
-
-
 def _audiences(volumes: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[Path, str]]:
-    for path, source in _projected(volumes):
+    for path, source in projected_sources(volumes):
         token = source.get("serviceAccountToken")
         if isinstance(token, dict):
             yield (*path, "serviceAccountToken", "audience"), str(token.get("audience") or API_AUDIENCE)
-
-
-def _projected(volumes: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[Path, Mapping[str, JsonValue]]]:
-    for index, volume in enumerate(volumes):
-        sources = value_at(volume, ("projected", "sources"))
-        for number, source in enumerate(sources if isinstance(sources, list) else ()):
-            if isinstance(source, dict):
-                yield ("template", "volumes", index, "projected", "sources", number), source
 
 
 def _variables(env: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[Path, str]]:
@@ -264,6 +179,6 @@ def _storage(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
     """Return the sizes of the claims created for the job: its workspace, and those of each of its pods."""
     if spec.storage.workspace is None:
         yield ("storage", "size"), spec.storage.size
-    yield from _volumes(
+    yield from in_volumes(
         spec.template.volumes, ("ephemeral", "volumeClaimTemplate", "spec", "resources", "requests", "storage")
     )

@@ -20,9 +20,10 @@ from finetune_contract.arguments import (
     known_arguments,
 )
 from finetune_contract.hub import is_hub_name
-from finetune_operator.spec.checks.allow_check import allowed_problems, named_uris
+from finetune_operator.spec.checks.allow_check import allowed_problems
 from finetune_operator.spec.checks.copied_settings import settle, with_same
 from finetune_operator.spec.checks.deepspeed_overrides import override_problems
+from finetune_operator.spec.checks.named_objects import named_uris
 from finetune_operator.spec.fields.field_values import Path, value_at
 from finetune_operator.spec.fields.support import served_schemes, unsupported
 from finetune_operator.spec.fields.uri_hints import (
@@ -131,6 +132,7 @@ def across_fields(
         *_settings(spec, settings, written),
         *_mounted_paths(spec, settings, written),
         *allowed_problems(spec, settings),
+        *_shared_workspace(spec, settings),
         *_arguments(settled),
         *_hyperparameters(spec),
         *override_problems(settled.parallelism.deepspeed_config),
@@ -237,6 +239,14 @@ def _hyperparameters(spec: FineTuneJobSpec) -> Iterator[Problem]:
         if isinstance(value, str) and len(value) > _LONGEST_ARGUMENT:
             rule = f"has {len(value):,} characters; an argument can have at most {_LONGEST_ARGUMENT:,}"
             yield Problem(format_path(path), None, rule, "move it to a file of the repository")
+
+
+def _shared_workspace(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
+    if settings.defaults.access_modes is not None:
+        # Few installations set them.
+        from finetune_operator.spec.checks.shared_claims import shared_claim_problems
+
+        yield from shared_claim_problems(spec, settings)
 
 
 def _hub_names(spec: FineTuneJobSpec) -> Iterator[Problem]:

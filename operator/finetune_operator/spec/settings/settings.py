@@ -74,7 +74,8 @@ class Defaults(SpecModel):
     access_modes: tuple[Literal["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"], ...] | None = Field(
         default=None,
         description="Access modes of claims that the operator creates. Defaults to ReadWriteMany for jobs with several"
-        " nodes or several pods that prepare, else to ReadWriteOnce.",
+        " nodes or several pods that prepare, else to ReadWriteOnce. Jobs whose pods cannot share such a claim are "
+        "refused.",
     )
     priority_class_name: ObjectName | None = Field(
         default=None, description="Priority class of pods. Defaults to the cluster's default."
