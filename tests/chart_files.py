@@ -301,8 +301,11 @@ Generated from the comments of values.yaml by `make generate`; do not edit.
 Installs the operator that runs `FineTuneJob`s: the same objects as `kubectl apply -k manifests/operator`, with values
 instead of overlays. Works with Helm 3 and 4.
 
+No image is published: build both, push them, and set their registry ([docs/install.md](../../docs/install.md)).
+
 ```console
-$ helm install finetune-operator charts/finetune-operator --namespace finetune-system --create-namespace
+$ helm install finetune-operator charts/finetune-operator --namespace finetune-system --create-namespace \\
+    --set image.registry=registry.example.com --set trainer.image.registry=registry.example.com
 $ helm test finetune-operator --namespace finetune-system --logs
 ```
 

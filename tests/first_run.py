@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "first-run.md"
 PICTURE = ROOT / "docs" / "first-run.svg"
 BEFORE = ("git clone", "cd ", "make install", "source ", "mkdir mine")
 """Prefixes of lines that prepare the folder."""
-ADDRESS = "ADDRESS-OF-THIS-REPOSITORY"
+ADDRESS = "$REPOSITORY"
 SECONDS = 3600.0
 """Time-out of a command when the picture is recorded."""
 FILES = {"yaml": "job.yaml", "python": "ask.py"}

@@ -541,6 +541,19 @@ NOTES: dict[str, tuple[Object, list[str], list[str]]] = {
     ),
     "without progress": ({"settings": {"progress": {"enabled": False}}}, ["Pods do not report progress"], []),
     "without the kind": ({"crds": {"install": False}}, ["not part of this release"], ["Uninstalling retains"]),
+    "without a registry": (
+        {},
+        ["WARNING: finetune-operator:0.1.0 and finetune-trainer:0.1.0 are named without a registry", "docker push"], [],
+    ),
+    "with a registry for the operator alone": (
+        {"image": {"registry": "registry.example.com"}},
+        ["WARNING: finetune-trainer:0.1.0 is named without a registry"], ["finetune-operator:0.1.0 and"],
+    ),
+    "with a registry for all": ({"global": {"imageRegistry": "registry.example.com"}}, [], ["WARNING", "docker push"]),
+    "with repositories": (
+        {"image": {"repository": "acme/operator"}, "trainer": {"image": {"repository": "acme/trainer"}}}, [],
+        ["WARNING"],
+    ),
     "without a test": ({"tests": {"enabled": False}}, [], ["helm --namespace"]),
 }  # fmt: skip
 

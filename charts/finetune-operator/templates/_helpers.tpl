@@ -47,6 +47,16 @@ annotations:
 {{- with .image.digest }}@{{ . }}{{ end -}}
 {{- end }}
 
+{{/* Our images whose names have no registry, as the subject of a sentence with its verb; empty: both have one. Nobody publishes them. */}}
+{{- define "finetune-operator.bare-images" -}}
+{{- $bare := list -}}
+{{- range $image := list .Values.image .Values.trainer.image -}}
+{{- $name := include "finetune-operator.image" (dict "root" $ "image" $image) -}}
+{{- if not (contains "/" $name) -}}{{- $bare = append $bare $name -}}{{- end -}}
+{{- end -}}
+{{- if $bare -}}{{ join " and " $bare }} {{ len $bare | eq 1 | ternary "is" "are" }} named{{- end -}}
+{{- end }}
+
 {{/* settings.yaml. Without permission for TokenReviews, the API server's public keys verify progress tokens; without permission to read nodes, none are read. */}}
 {{- define "finetune-operator.settings" -}}
 {{- $settings := deepCopy .Values.settings -}}

@@ -60,7 +60,7 @@ def shell_lines() -> list[str]:
 
 # These lead the reader to the suite's starting point, with the command in the PATH; `make test` is this suite. The
 # commands for a cluster run in tests/cluster/test_readme_cluster.py.
-ELSEWHERE = ("git clone", "cd ", "make test", "source ")
+ELSEWHERE = ("REPOSITORY=", "git clone", "cd ", "make test", "source ")
 
 
 @pytest.mark.slow

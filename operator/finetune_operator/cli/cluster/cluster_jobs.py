@@ -177,8 +177,8 @@ class Cluster:
                 items, _ = await self._client.list_objects(FINETUNE_JOB, None if everywhere else self.namespace)
             except NotFoundError as error:
                 raise ClusterError(
-                    f"the cluster at {self._client.server} does not serve FineTuneJob: install the operator with "
-                    "kubectl apply -k manifests/operator, or select another --context"
+                    f"the cluster at {self._client.server} does not serve FineTuneJob: install the operator "
+                    "(docs/install.md), or select another --context"
                 ) from error
         return tuple(parse_job(item) for item in items)
 

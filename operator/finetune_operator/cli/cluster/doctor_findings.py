@@ -139,7 +139,7 @@ def _api(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settings
     elif cluster.serves_jobs.value:
         yield _kind(cluster.lacking)
     else:
-        hint = "install the operator: kubectl apply --server-side -k manifests/operator (docs/install.md)"
+        hint = "build and push the images (make images), then install the operator (docs/install.md)"
         yield Finding("FineTuneJob", "gap", "is not served", hint)
 
 
@@ -162,7 +162,10 @@ def _operator(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Set
         return
     if not deployments:
         yield Finding(
-            "operator", "gap", "no Deployment found", "install it (docs/install.md), or set --operator-namespace"
+            "operator",
+            "gap",
+            "no Deployment found",
+            "build and push its images (make images), install it (docs/install.md), or set --operator-namespace",
         )
     for deployment in deployments:
         namespace, ready = deployment["metadata"]["namespace"], deployment.get("status", {}).get("readyReplicas", 0)
@@ -171,9 +174,10 @@ def _operator(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Set
         tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
         text = f"{ready} of {deployment['spec'].get('replicas', 1)} replicas ready in {namespace}, image {image}"
         if not ready:
-            yield Finding(
-                "operator", "gap", text, f"kubectl -n {namespace} describe deployment {deployment['metadata']['name']}"
-            )
+            hint = f"kubectl -n {namespace} describe deployment {deployment['metadata']['name']}"
+            if "/" not in image:
+                hint = f"{image} names no registry, and none publishes it: build and push it (docs/install.md); {hint}"
+            yield Finding("operator", "gap", text, hint)
         elif tag and tag != cluster.own_version:
             hint = f"install finetune-operator=={tag} here, or operator {cluster.own_version} in the cluster"
             yield Finding("operator", "gap", f"{text}; this command has version {cluster.own_version}", hint)
