@@ -351,6 +351,9 @@ def test_foreign_object_with_a_child_name_is_kept_and_fails_the_job(world: World
     name = body["metadata"]["name"]
     assert failure["class"] == "NameTaken"
     assert name in failure["message"]
+    # A claim may hold data.
+    assert ("storage.workspace: pvc://taken-workspace" in failure["hint"]) == (plural == "persistentvolumeclaims")
+    assert ("Delete" in failure["hint"]) == (plural != "persistentvolumeclaims")
     after = world.api.get(world.path(version, plural, name))
     assert after is not None
     assert (after["metadata"]["uid"], after.get("data")) == (before["metadata"]["uid"], before.get("data"))

@@ -345,24 +345,29 @@ def _failure(failure: FailureStatus) -> Group:
 
 
 def next_commands(job: ClusterJob, program: str, flags: str) -> tuple[str, ...]:
-    """Return the commands that one would type next."""
-    name, phase, namespace = job.name, job.status.phase, job.metadata.namespace
-    kubectl = f"kubectl -n {namespace}"
+    """Return the commands that one would type next, each of which works in the job's state."""
+    name, phase, namespace, status = job.name, job.status.phase, job.metadata.namespace, job.status
+    kubectl, watch, logs = f"kubectl -n {namespace}", f"{program} watch {name}{flags}", f"{program} logs {name}{flags}"
+    if job.metadata.deletion_timestamp is not None:
+        return (f"{program} wait {name}{flags} --for deleted",)
     if job.outcome == "Failed":
-        return (
-            f"{program} logs {name}{flags}",
-            f"{kubectl} delete ftj {name}   # then fix the file and apply it again; artefacts are kept",
-        )
+        delete = f"{kubectl} delete ftj {name}   # then fix the file and apply it again; artefacts are kept"
+        # A failure without a pod and a log came before pods ran, or those are deleted.
+        printed = status.failure is not None and (status.failure.pod or status.failure.log_tail)
+        return (logs, delete) if printed else (delete,)
     if job.outcome == "Succeeded":
-        return (f"{program} logs {name}{flags} --stage {job.status.stages[-1].name}",) if job.status.stages else ()
+        return (f"{logs} --stage {status.stages[-1].name}",) if status.stages else ()
     if phase == "Suspended" or job.spec.run_policy.suspend:
         resume = """-p '{"spec":{"runPolicy":{"suspend":false}}}'"""
         return (f"{kubectl} patch ftj {name} --type merge {resume}",)
-    if any(one.type == "Stalled" and one.status == "True" for one in job.status.conditions):
+    holds = {one.type for one in status.conditions if one.status == "True"}
+    started = any(stage.attempt for stage in status.stages)
+    if "Stalled" in holds and (not started or status.stage == Stage.SERVE):  # later, the spec cannot be edited
         return (f"{kubectl} edit ftj {name}   # or fix the file and apply it again",)
     if phase is None:
-        return (f"{program} watch {name}{flags}", "kubectl -n finetune-system get pods   # is the operator running?")
-    return (f"{program} watch {name}{flags}", f"{program} logs {name}{flags} -f")
+        return (watch, f"{program} doctor{flags}   # is the operator running?")
+    pods_run = "Running" in holds or any(stage.nodes_since for stage in status.stages if stage.state == "Running")
+    return (watch, f"{logs} -f") if pods_run else (watch,)
 
 
 # ------------------------------------------------------------------------------------------------------- several, lines

@@ -219,18 +219,17 @@ def handle_refusals(state: ReconcileState) -> ReconcileState:
     if current is None or current.state == "Running" or not state.observed.refusals or current.name == SERVE:
         return state
     refusal = state.observed.refusals[0]
-    name = f"{refusal.ref.kind} {refusal.ref.name}"
     cause: Cause | None = None
     if refusal.code == 409:
-        cause = refusal_cause(OperatorCause.NAME_TAKEN, name, refusal.message)
+        cause = refusal_cause(OperatorCause.NAME_TAKEN, refusal.ref, refusal.message)
     elif refusal.code in (400, 405, 406, 413, 415, 422):
-        cause = refusal_cause(OperatorCause.REFUSED, name, refusal.message)
+        cause = refusal_cause(OperatorCause.REFUSED, refusal.ref, refusal.message)
     if cause is not None:
         return give_up(state, current, cause.to_failure_status(current.name, current.attempt + 1))
-    return _retry_refused(state, current, refusal, name)
+    return _retry_refused(state, current, refusal)
 
 
-def _retry_refused(state: ReconcileState, current: StageStatus, refusal: Refusal, name: str) -> ReconcileState:
+def _retry_refused(state: ReconcileState, current: StageStatus, refusal: Refusal) -> ReconcileState:
     """Retry with growing delay: others can fix a quota, rights, or a kind that is not served."""
     in_row = current.failures_in_row + 1
     seconds = max(LEAST_REFUSED_SECONDS, delay_seconds(state.settings.limits, in_row))
@@ -240,6 +239,7 @@ def _retry_refused(state: ReconcileState, current: StageStatus, refusal: Refusal
             "failures_in_row": in_row,
         }
     )
+    name = f"{refusal.ref.kind} {refusal.ref.name}"
     message = f"The API server refuses {name}, and the operator retries: {refusal.message}"
     end = refusal_end(refusal.message)
     if end.reason != QUOTA:

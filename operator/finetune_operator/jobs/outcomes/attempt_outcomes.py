@@ -15,6 +15,7 @@ from finetune_contract.report import TrainerReport, shortened
 from finetune_operator.jobs.outcomes.remedies import Cause, CauseClass, OperatorCause, Remedy
 from finetune_operator.jobs.outcomes.spot import with_preemption
 from finetune_operator.jobs.state.decision_state import ReconcileState
+from finetune_operator.jobs.state.decision_types import ObjectRef
 from finetune_operator.jobs.state.plan_checks import PLAN_INACCURATE, plan_check
 from finetune_operator.jobs.state.planned import (
     NoReasonToReplan,
@@ -305,18 +306,16 @@ def give_up(
     )
 
 
-def refusal_cause(kind: CauseClass, object_name: str, message: str) -> Cause:
+def refusal_cause(kind: CauseClass, ref: ObjectRef, message: str) -> Cause:
     """Return the cause for an object that the API server refused."""
     if kind is OperatorCause.NAME_TAKEN:
-        return Cause(
-            kind,
-            "NameTaken",
-            f"The name of {object_name} is taken: {message}",
-            "Delete or rename that object, or create the job under another name.",
-        )
+        hint = "Delete or rename that object, or create the job under another name."
+        if ref.kind == "PersistentVolumeClaim":  # it may hold somebody's data
+            hint = f"To use it, create a new job with storage.workspace: pvc://{ref.name}; or rename the job."
+        return Cause(kind, "NameTaken", f"The name of {ref.kind} {ref.name} is taken: {message}", hint)
     return Cause(
         kind,
         "Refused",
-        f"The API server refuses {object_name}: {message}",
+        f"The API server refuses {ref.kind} {ref.name}: {message}",
         "Correct this in a new job; the cause is often a field under template.",
     )
