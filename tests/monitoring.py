@@ -80,6 +80,7 @@ def lived() -> Metrics:
     metrics.request_done("list", "pods", 200, 0.1)
     metrics.progress_post(200)
     metrics.relisted("start")
+    metrics.claims_left_over([2**30])
     metrics.follow_certificate("progress", lambda: datetime.now(UTC))
     world = World()
     world.settle()

@@ -24,6 +24,7 @@ from cluster_support.world import (
     namespace_for_pods,
     states,
 )
+from finetune_operator.jobs.render.render_types import JOB_LABEL
 from finetune_operator.spec.types import API_VERSION, KIND, PLURAL
 
 STAGES = ("prepare", "train", "evaluate", "predict")
@@ -234,6 +235,66 @@ def test_a_job_of_the_same_name_can_follow_at_once(world: World) -> None:
     status = world.wait_phase("again", "Succeeded")
     assert (states(status), status["restarts"]) == (ONE_EACH, 0)
     assert len(world.of_job("again", "v1", "persistentvolumeclaims")) == 1
+
+
+def test_retain_delete_deletes_the_claim_with_its_job(world: World) -> None:
+    world.kubelet.playbook.set("frugal", "prepare", RUNS)
+    spec = {"storage": {"retain": "delete"}}
+    world.apply("frugal", spec)
+    world.wait_running("frugal", "prepare")
+    (first,) = world.of_job("frugal", "v1", "persistentvolumeclaims")
+    world.kubelet.playbook.set("frugal", "prepare", SUCCEEDS)
+    # A job of the same name does not take over the claim that is about to go.
+    with world.cluster.slow_controllers():
+        world.delete("frugal")
+        world.apply("frugal", spec)
+    world.wait_phase("frugal", "Succeeded")
+    (second,) = world.of_job("frugal", "v1", "persistentvolumeclaims")
+    assert first["metadata"]["uid"] != second["metadata"]["uid"]
+    world.delete("frugal")
+    wait_until(lambda: not world.everything("frugal"), "all is gone", detail=lambda: world.everything("frugal"))
+
+
+def test_claim_of_an_orphaning_deletion_stays_with_its_results(world: World) -> None:
+    world.apply("orphan", {"storage": {"retain": "delete"}})
+    world.wait_phase("orphan", "Succeeded")
+    world.api.delete(world.path(API_VERSION, PLURAL, "orphan"), propagationPolicy="Orphan")
+    world.wait_gone("orphan")
+    (claim,) = world.of_job("orphan", "v1", "persistentvolumeclaims")
+    assert claim["metadata"].keys() & {"ownerReferences", "deletionTimestamp"} == set()
+
+
+def test_metrics_count_claims_of_deleted_jobs(world: World) -> None:
+    for name in ("deleted", "read"):
+        world.apply(name)
+        world.wait_phase(name, "Succeeded")
+        world.delete(name)
+    world.apply("kept", {"model": {"uri": "pvc://read-workspace/read/model"}})
+    world.wait_phase("kept", "Succeeded")
+    world.operator.terminate()
+    world.operator.start()
+    jobs = {_place(job) for job in world.api.items(path_of(API_VERSION, PLURAL))}
+    # Other tests of this module leave claims too.
+    claims = [
+        claim
+        for claim in world.api.items(path_of("v1", "persistentvolumeclaims"), labelSelector=JOB_LABEL)
+        if (claim["metadata"]["namespace"], claim["metadata"]["labels"][JOB_LABEL]) not in jobs
+        and _place(claim) != (world.namespace, "read-workspace")
+        and "deletionTimestamp" not in claim["metadata"]
+    ]
+    assert (world.namespace, "deleted-workspace") in map(_place, claims)
+    expected = (float(len(claims)), float(len(claims) * 2**30))
+    shown = lambda: _values(world, "finetune_leftover_claims", "finetune_leftover_claim_bytes")  # noqa: E731
+    wait_until(lambda: shown() == expected, f"the metrics are {expected}", detail=shown)
+
+
+def _place(item: Object) -> tuple[str, str]:
+    return item["metadata"]["namespace"], item["metadata"]["name"]
+
+
+def _values(world: World, *names: str) -> tuple[float, ...]:
+    lines = dict(line.split(" ") for line in world.operator.metrics().splitlines() if line[:1] != "#")
+    return tuple(float(lines[name]) for name in names)
 
 
 def test_new_job_waits_for_pods_of_a_deleted_job_with_its_name(world: World) -> None:

@@ -82,6 +82,8 @@ def test_where_nothing_is_lacking_nothing_is_hinted_at():
         ({"nodes": Known(())}, "image", "unknown", "no node is known to have it"),
         ({"nodes": Known(None, "no permission to read nodes")}, "GPU nodes", "unknown", "no permission"),
         ({"quotas": Known(None, "no permission to read quotas")}, "quota", "unknown", "no permission"),
+        ({"leftover_claims": Known((2**30,))}, "claims of deleted jobs", "note", "1 claim with 1.0 GiB"),
+        ({"leftover_claims": Known(None, "no permission")}, "claims of deleted jobs", "unknown", "no permission"),
     ],
 )
 def test_doctor_reports_each_gap_and_unknown(changes, topic, state, message):

@@ -107,6 +107,7 @@ def test_every_measurement_is_exposed() -> None:
     measurements.reconcile_done(0.25, "done")
     measurements.reconcile_done(0.5, "failed")
     measurements.relisted("outage")
+    measurements.claims_left_over([2**30, 2**20])
     counter.request_done("create", "pytorchjobs", 200, 0.5)
     counter.request_done("list", "pods", 0, 1.5)
     assert samples(metrics) == {
@@ -121,6 +122,8 @@ def test_every_measurement_is_exposed() -> None:
         'finetune_estimated_cost{currency="USD"}': 4.5,
         'finetune_estimated_cost{currency="other"}': 3,
         "finetune_queue_depth": 7,
+        "finetune_leftover_claims": 2,
+        "finetune_leftover_claim_bytes": 2**30 + 2**20,
         "finetune_leading": 1,
         "finetune_event_loop_lag_seconds": 0.5,
         'finetune_progress_posts_total{code="200"}': 1,

@@ -516,6 +516,17 @@ def test_default_claim_can_be_attached_by_all_pods_of_the_job(why, fields, defau
     assert found == expected
 
 
+def test_claim_is_owned_by_the_job_only_to_be_deleted_with_it() -> None:
+    owners = {
+        retain: of(rendered(spec_with(storage={"retain": retain})), "PersistentVolumeClaim", "reviews-workspace")[
+            "metadata"
+        ].get("ownerReferences")
+        for retain in ("keep", "delete")
+    }
+    owner = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "name": "reviews", "uid": "uid-1"}
+    assert owners == {"keep": None, "delete": [{**owner, "controller": True}]}
+
+
 # ------------------------------------------------------------------------------------------------------------ resources
 
 WHOLE_NODE = {"cpu": "16", "memory": "64Gi"}

@@ -48,6 +48,7 @@ COMMANDS = {
     "restart": _Listed("steering_commands", "Restart jobs from their last checkpoint; run ended jobs again."),
     "cancel": _Listed("steering_commands", "Cancel jobs by deleting them."),
     "rollback": _Listed("rollback_command", "Roll a job's endpoint back to an earlier revision."),
+    "prune": _Listed("prune_command", "List the claims of deleted jobs, or delete them with --yes."),
     "cost": _Listed("steering_commands", "Show the resource usage and cost of jobs."),
     "debug": _Listed("steering_commands", "Collect diagnostics of a job in an archive."),
     "doctor": _Listed("doctor_command", "Check whether a cluster is ready for jobs."),

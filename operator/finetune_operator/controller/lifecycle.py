@@ -146,6 +146,7 @@ class Operator:
         self._background = [
             asyncio.create_task(self._resync.run(), name="resync"),
             asyncio.create_task(self._resync.launchers(), name="launchers"),
+            asyncio.create_task(self._resync.leftover_claims(), name="claims of deleted jobs"),
             asyncio.create_task(self._kinds.follow(self._discovery.changed), name="served kinds"),
             asyncio.create_task(self._reconciler.events.write(), name="events"),
             asyncio.create_task(self.state.check_reports(), name="listening"),

@@ -15,11 +15,12 @@ from contextlib import suppress
 from finetune_operator.controller.cluster.discovery import Discovery
 from finetune_operator.controller.reconcile.operator_state import OperatorState, is_new
 from finetune_operator.controller.store.store import Key, UnreadableError, key_of
+from finetune_operator.jobs.leftover_claims import CLAIM_SELECTOR, claims_used, without_job
 from finetune_operator.jobs.render.render_types import JOB_LABEL, Manifest
 from finetune_operator.jobs.state.decision_types import JobView
 from finetune_operator.kubernetes_api.client import plural_in
 from finetune_operator.kubernetes_api.errors import ApiError
-from finetune_operator.kubernetes_api.resources import FINETUNE_JOB, POD, Resource
+from finetune_operator.kubernetes_api.resources import CLAIM, FINETUNE_JOB, POD, Resource
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ AGAIN_SECONDS = 2.0
 """Delay before the next try when a list failed in spite of all retries."""
 TURN_SECONDS = 0.02
 """Longest stretch of storing objects before other tasks get their turn."""
+CLAIMS_SECONDS = 600.0
+"""Interval between two counts of the claims of deleted jobs, which are paid by the hour."""
 SERVED_SECONDS = 15.0
 """Interval between two discoveries of served kinds, while a job waits to begin."""
 
@@ -126,6 +129,35 @@ class Resync:
                 known = served
                 for key in waiting:
                     self._state.queue.add(key)
+
+    async def leftover_claims(self) -> None:
+        """Count the claims of deleted jobs, for ever. Pods of others that use one are not seen: only labelled pods are
+        watched.
+        """
+        while True:
+            await self._state.synced.wait()
+            try:
+                self._state.measurements.claims_left_over(await self._leftover_sizes())
+            except ApiError as error:
+                log.warning("cannot count the claims of deleted jobs: %s", error)
+            await asyncio.sleep(CLAIMS_SECONDS)
+
+    async def _leftover_sizes(self) -> list[int]:
+        """Return the bytes of each claim whose job is deleted and that no other job names."""
+        store = self._state.store
+        found: list[Manifest] = []
+        for namespace in self._state.settings.namespaces or (None,):
+            found += (await self._state.kube.list_objects(CLAIM, namespace, CLAIM_SELECTOR))[0]
+        jobs = store.jobs()
+        claims = without_job(found, set(jobs))
+        namespaces, time_slice = {claim.metadata.namespace for claim in claims}, TimeSlice()
+        used: set[tuple[str, str]] = set()
+        for key in jobs:
+            if key.namespace in namespaces and (view := store.job(key)) and view.job:
+                spec = view.job.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
+                used |= {(key.namespace, name) for name in claims_used(spec)}
+                await time_slice.shared()
+        return [claim.size for claim in claims if claim.key not in used]
 
     def _lacks_extension(self, job: JobView) -> bool:
         """Return whether the job's endpoint would use an API that is not served."""

@@ -1,7 +1,8 @@
 """The cluster from the `finetune` command's view: jobs, their events, their pods, the pods' logs.
 
 All answers are parsed here into typed values for the commands; additional fields of a newer operator are ignored. Every
-reason for an unreachable cluster becomes a ClusterError, whose text has a hint. Only jobs are ever written.
+reason for an unreachable cluster becomes a ClusterError, whose text has a hint. Only jobs are ever written, and only
+`finetune prune` deletes other objects.
 """
 
 from __future__ import annotations
@@ -71,11 +72,19 @@ class JobRunPolicy(Raw):
     suspend: bool = False
 
 
+class JobStorage(Raw):
+    """Shown fields of the job's storage."""
+
+    workspace: str | None = None
+    retain: str = "keep"
+
+
 class JobSpec(Raw):
     """Shown fields of the job's spec."""
 
     task: str = ""
     resources: JobResources = JobResources()
+    storage: JobStorage = JobStorage()
     run_policy: JobRunPolicy = JobRunPolicy()
 
 
@@ -92,6 +101,11 @@ class ClusterJob(Raw):
     def name(self) -> str:
         """Name of the job."""
         return self.metadata.name
+
+    @property
+    def keeps_results(self) -> bool:
+        """Return whether its results outlive it: its claim is deleted with it only if the operator created that."""
+        return self.spec.storage.retain != "delete"
 
     @property
     def outcome(self) -> Literal["Succeeded", "Failed"] | None:
@@ -203,6 +217,11 @@ class Cluster:
         meta = job.metadata
         with self._translated_errors():
             await self._client.delete(FINETUNE_JOB, meta.namespace, job.name, meta.uid, dry_run=dry_run)
+
+    async def delete_object(self, resource: Resource, namespace: str, name: str, uid: str) -> None:
+        """Delete this very object of another kind."""
+        with self._translated_errors():
+            await self._client.delete(resource, namespace, name, uid)
 
     async def create(self, manifest: Mapping[str, Any], dry_run: bool = False) -> ClusterJob:
         """Create a job; its namespace is the manifest's."""

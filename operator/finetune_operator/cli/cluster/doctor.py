@@ -11,6 +11,7 @@ from rich.table import Table
 
 from finetune_operator.cli.cluster.cluster_jobs import Cluster, ClusterError, UnreachableError
 from finetune_operator.cli.cluster.doctor_findings import Finding, Known, State, Surroundings
+from finetune_operator.cli.cluster.pruning import jobless_claims
 from finetune_operator.cli.terminal.console import print_trimmed
 from finetune_operator.kubernetes_api.resources import (
     DEPLOYMENT,
@@ -54,6 +55,7 @@ async def survey(cluster: Cluster, operator_namespace: str | None) -> Surroundin
         classes=await _known(cluster.listed(STORAGE_CLASS), "storage classes"),
         namespace_labels=await _known(_labels(cluster), f"namespace {cluster.namespace}"),
         quotas=await _known(cluster.listed(QUOTA, cluster.namespace), "quotas"),
+        leftover_claims=await _known(_leftover_claims(cluster), "claims, jobs and pods"),
     )
 
 
@@ -107,6 +109,10 @@ async def _operators(cluster: Cluster, namespace: str | None) -> tuple[Mapping[s
         if error.code != NOT_ALLOWED:
             raise
     return await cluster.listed(DEPLOYMENT, OPERATOR_NAMESPACE, OPERATOR)
+
+
+async def _leftover_claims(cluster: Cluster) -> tuple[int, ...]:
+    return tuple(one.claim.size for one in await jobless_claims(cluster) if one.used_by is None)
 
 
 async def _labels(cluster: Cluster) -> Mapping[str, str]:

@@ -92,6 +92,8 @@ class Surroundings:
     classes: Known[tuple[Mapping[str, Any], ...]]
     namespace_labels: Known[Mapping[str, str]]
     quotas: Known[tuple[Mapping[str, Any], ...]]
+    leftover_claims: Known[tuple[int, ...]] = Known(())
+    """Bytes of each claim of the namespace whose job was deleted."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def judge(
     """
     spec = None if job is None else job.spec
     parts: tuple[Callable[[Surroundings, FineTuneJobSpec | None, Settings], Iterator[Finding]], ...] = (
-        _api, _operator, _launchers, _queue, _gpus, _network, _storage, _security, _quota, _policies,
+        _api, _operator, _launchers, _queue, _gpus, _network, _storage, _claims, _security, _quota, _policies,
     )  # fmt: skip
     findings = [finding for part in parts for finding in part(cluster, spec, settings)]
     return (*findings, *_named(named or LookUp()), _image(cluster, spec, settings, images or {}))
@@ -356,6 +358,18 @@ def _storage(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Sett
         )
         state: State = "note" if spec is None and shared_classes else "gap"
         yield Finding("storage", state, f"{text}: only one node can write; {others}", hint)
+
+
+def _claims(cluster: Surroundings, spec: FineTuneJobSpec | None, settings: Settings) -> Iterator[Finding]:
+    sizes, topic = cluster.leftover_claims.value, "claims of deleted jobs"
+    if sizes is None:
+        yield _unknown(topic, cluster.leftover_claims)
+    elif sizes:
+        text = f"{len(sizes)} claim{'s' * (len(sizes) > 1)} with {human_bytes(sum(sizes))}, which nothing uses"
+        hint = f"finetune prune -n {cluster.namespace} lists them, and deletes them with --yes"
+        yield Finding(topic, "note", text, hint)
+    else:
+        yield Finding(topic, "ok", "none")
 
 
 def _shares(provisioner: str) -> bool | None:

@@ -351,7 +351,8 @@ def next_commands(job: ClusterJob, program: str, flags: str) -> tuple[str, ...]:
     if job.metadata.deletion_timestamp is not None:
         return (f"{program} wait {name}{flags} --for deleted",)
     if job.outcome == "Failed":
-        delete = f"{kubectl} delete ftj {name}   # then fix the file and apply it again; artefacts are kept"
+        results = "artefacts are kept" if job.keeps_results else "artefacts are deleted too (storage.retain)"
+        delete = f"{kubectl} delete ftj {name}   # then fix the file and apply it again; {results}"
         # A failure without a pod and a log came before pods ran, or those are deleted.
         printed = status.failure is not None and (status.failure.pod or status.failure.log_tail)
         return (logs, delete) if printed else (delete,)

@@ -92,12 +92,15 @@ async def restart(cluster: Cluster, name: str, dry_run: bool = False) -> Change:
 
 
 async def cancel(cluster: Cluster, name: str, dry_run: bool = False) -> Change:
-    """Delete a job that has not ended. Its claim stays, with checkpoints and results of training."""
+    """Delete a job that has not ended. Its claim stays, with checkpoints and results, unless `storage.retain` is
+    `delete`.
+    """
     job = await cluster.job(name)
     if job.outcome is not None:
         return Change(job, "unchanged", f"has already ended ({job.outcome})")
     await cluster.delete(job, dry_run)
-    return Change(job, "cancelled", "is deleted; its results stay on its claim")
+    results = "its results stay on its claim" if job.keeps_results else "its claim and results are deleted with it"
+    return Change(job, "cancelled", f"is deleted; {results}")
 
 
 async def _active_job(cluster: Cluster, name: str, action: str) -> ClusterJob:
@@ -116,14 +119,15 @@ async def _recreate(cluster: Cluster, job: ClusterJob, dry_run: bool) -> Change:
     metadata = {**manifest["metadata"], "name": f"{job.name[:40]}-check"}
     await cluster.create({**manifest, "metadata": metadata}, dry_run=True)
     await cluster.delete(job, dry_run)
+    results = "moved aside, not deleted" if job.keeps_results else "deleted with its claim (storage.retain)"
     if dry_run:
-        return Change(job, "restarted", "would be deleted and recreated")
+        return Change(job, "restarted", f"would be deleted and recreated; earlier results would be {results}")
     try:
         await _wait_until_deleted(cluster, job)
         created = await cluster.create(manifest)
     except ClusterError as error:
         raise NotRecreatedError(f"FineTuneJob {job.name} was deleted and not recreated: {error}", manifest) from error
-    return Change(created, "restarted", "runs from the beginning; earlier results are moved aside, not deleted")
+    return Change(created, "restarted", f"runs from the beginning; earlier results are {results}")
 
 
 def manifest_of(job: ClusterJob) -> dict[str, Any]:

@@ -107,8 +107,8 @@ def restart() -> None:
     A running job starts another attempt from its last checkpoint.
 
     An ended job is deleted and recreated with the same spec, labels and annotations. Its claim is kept, and the
-    earlier results are moved aside there, not deleted. If the job cannot be recreated, its manifest is written to
-    JOB.yaml, so that nothing is lost.
+    earlier results are moved aside there; with storage.retain: delete they are deleted. If the job cannot be
+    recreated, its manifest is written to JOB.yaml.
 
     \b
     Examples:
@@ -121,7 +121,7 @@ def restart() -> None:
 def cancel() -> None:
     """Cancel jobs by deleting them.
 
-    Their results stay on their claims. Jobs that have ended are not changed.
+    Their results stay on their claims, unless storage.retain is delete. Jobs that have ended are not changed.
 
     \b
     Examples:

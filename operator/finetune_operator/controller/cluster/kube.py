@@ -8,7 +8,7 @@ Requests in use, which are those that the Roles in manifests/operator grant:
 | finetune.dev | finetunejobs/status | patch | jobs | status, by server-side apply |
 | of spec/launcher_rows.py | those of its rows | get list watch create delete | jobs | attempts |
 | "" | configmaps services | get create patch delete | jobs | beside attempts and servers; get when a name is taken |
-| "" | persistentvolumeclaims | get create | jobs | the workspace; get when a name is taken |
+| "" | persistentvolumeclaims | get list create | jobs | the workspace; get when a name is taken; list for a metric |
 | networking.k8s.io | networkpolicies | get create patch delete | jobs | before the first attempt, and beside servers |
 | apps | deployments | get list watch create patch delete | jobs | servers |
 | apps | replicasets | get | jobs | whether a pod is a server's |

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Protocol
@@ -142,6 +142,9 @@ class Measurements(Protocol):
     def relisted(self, reason: str) -> None:
         """Count a list of everything; `reason` is start, leadership, outage or relist."""
 
+    def claims_left_over(self, sizes: Sequence[int]) -> None:
+        """Set the number and the bytes of claims of deleted jobs."""
+
 
 class NoMeasurements:
     """Counts nothing."""
@@ -156,6 +159,9 @@ class NoMeasurements:
         """Do nothing."""
 
     def relisted(self, reason: str) -> None:
+        """Do nothing."""
+
+    def claims_left_over(self, sizes: Sequence[int]) -> None:
         """Do nothing."""
 
 

@@ -395,6 +395,11 @@ class Metrics:
             server=SERVERS,
         )
         self._resyncs = made.counter("finetune_resyncs", "Relists of all objects, by reason.", reason=RESYNC_REASONS)
+        self._leftover_claims = made.gauge(
+            "finetune_leftover_claims",
+            "Claims that the operator created for jobs that are deleted, and that no job names.",
+        )
+        self._leftover_bytes = made.gauge("finetune_leftover_claim_bytes", "Size of those claims.")
 
     def follow_jobs(self, fleet: Callable[[], Fleet]) -> None:
         """Ask `fleet` for all jobs whenever metrics are read."""
@@ -439,6 +444,11 @@ class Metrics:
     def relisted(self, reason: str) -> None:
         """Count a list of everything."""
         self._resyncs.of(reason).inc()
+
+    def claims_left_over(self, sizes: Sequence[int]) -> None:
+        """Set the number and the bytes of claims of deleted jobs."""
+        self._leftover_claims.of().set(len(sizes))
+        self._leftover_bytes.of().set(sum(sizes))
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format, version 0.0.4."""

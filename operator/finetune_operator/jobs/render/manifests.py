@@ -19,8 +19,8 @@ from finetune_operator.spec.types import API_VERSION, KIND
 def shared(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
     """Return the objects that outlive attempts: the NetworkPolicy, and a claim for the workspace if the job names none.
 
-    The claim holds the results and so has no owner reference: it outlives the job, and a later job of the same name
-    reuses it.
+    The claim holds the results. Unless `storage.retain` is `delete` it has no owner reference: it outlives the job, and
+    a later job of the same name reuses it as it is.
     """
     policy = (_network_policy(plan, context),) if context.settings.network_policy.enabled else ()
     if context.spec.storage.workspace is not None or not needs_workspace(context.spec):
@@ -39,6 +39,7 @@ def shared(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
             "name": JobNames.of(plan.name).claim,
             "namespace": context.namespace,
             "labels": {**MANAGED_BY, JOB_LABEL: plan.name},
+            **(owned(context) if requested.retain == "delete" else {}),
         },
         access_modes=list(modes),
         storage_class=requested.storage_class_name or defaults.storage_class_name,

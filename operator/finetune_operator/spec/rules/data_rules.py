@@ -135,6 +135,13 @@ RULES: tuple[Rule, ...] = (
     *map(_claim_rule, ("model.uri", "dataset.uri", "predict.dataset.uri", "predict.output")),
     *map(_claim_rule, ("storage.workspace", "storage.cache")),
     Rule(
+        "only-own-claims-are-deleted",
+        "storage.retain",
+        f"!({chosen_cel('storage.retain', 'delete')}) || !has(self.storage.workspace)",
+        "deletes only a claim that the operator creates, and spec.storage.workspace names another one, which is kept",
+        "leave it out, or leave out spec.storage.workspace",
+    ),
+    Rule(
         "endpoint.adapters-name-claims",
         "endpoint.adapters",
         f"!({chosen_cel('endpoint.adapters')}) || self.endpoint.adapters.all(each, {_names_a_claim('each.uri')})",

@@ -104,6 +104,12 @@ class StorageSpec(SpecModel):
         description="Storage class of a claim that the operator creates. Defaults to that of the operator's settings, "
         "else to the cluster's default.",
     )
+    retain: Literal["keep", "delete"] = Field(
+        default="keep",
+        description="What becomes of a claim that the operator creates, with all results in it, when the job is "
+        "deleted: keep or delete. A claim that workspace names is always kept. Defaults to keep, as a time to live, "
+        "a GitOps tool or `finetune restart` may delete a job, and its results took longer to make than the job.",
+    )
 
 
 class SecretKeySpec(SpecModel):
