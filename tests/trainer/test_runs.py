@@ -15,7 +15,7 @@ import pytest
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, SplitFacts
-from finetune_contract.layout import REPORT_LIMIT_BYTES, FailureClass, JobPaths
+from finetune_contract.layout import ENV_DELETE_CHECKPOINTS, REPORT_LIMIT_BYTES, FailureClass, JobPaths
 from finetune_contract.report import FailureReport, MeasuredFacts, TrainerReport
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core.failures import StageError
@@ -177,11 +177,16 @@ def test_stages_of_a_cluster_run_once_and_report(cluster_job: TrainerJob, tmp_pa
     assert data.labels == ("0", "1")
     assert prepared.measured.data == data.model_copy(update={"labels": (), "label_counts": {}})
 
+    fill(paths.checkpoints, {"step-10/weights": "w"})
     evaluated, _ = launch(Stage.EVALUATE, cluster_job, tmp_path, **home)
     assert evaluated.outcome == "succeeded"
     assert not paths.report.exists()
+    assert content(paths.checkpoints) == {"step-10/weights": "w"}
+    home[ENV_DELETE_CHECKPOINTS] = "1"  # of the last stage
     predicted, _ = launch(Stage.PREDICT, cluster_job, tmp_path, **home)
     assert predicted.outcome == "succeeded"
+    assert predicted.artifacts["checkpoints_deleted"] == "checkpoints"
+    assert not paths.checkpoints.exists()
     output = claims / "out" / "deep" / "predictions.jsonl"
     assert len(output.read_text().splitlines()) == 40
     assert "kubectl apply -f tiny.yaml" in paths.report.read_text()

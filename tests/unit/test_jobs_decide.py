@@ -161,6 +161,22 @@ def test_kept_checkpoints_are_reported_with_size_and_place():
     assert status.artifacts.checkpoints == place
 
 
+def test_deleted_checkpoints_are_reported_with_their_size():
+    world = World()
+    world.settle()
+    trained = {"model": "model", "checkpoints": "checkpoints"}
+    metrics = {"train": {"loss": 0.5, "checkpoint_bytes": 1288490189}}
+    ends = ({}, {"metrics": metrics, "artifacts": trained}, {}, {"artifacts": {"checkpoints_deleted": "checkpoints"}})
+    for end in ends:
+        world.succeed(**end)
+        world.settle()
+    (message,) = [note.message for note in world.events if note.reason.startswith("Checkpoints")]
+    assert message.startswith("1.2 GiB of checkpoints were deleted because all stages have succeeded; ")
+    artifacts = world.job().status.artifacts
+    assert artifacts is not None
+    assert artifacts.checkpoints is None
+
+
 def test_later_stages_take_the_commit_at_which_prepare_found_the_model():
     """A branch may move while a job runs."""
     world, commit = World(), "c0ffee" * 6 + "c0de"

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jinja2 import UndefinedError
 
 from finetune_contract.choices import Stage
+from finetune_contract.layout import ENV_DELETE_CHECKPOINTS
 from finetune_contract.plan_check import PlannedTraining
 from finetune_contract.trainer_job import TrainerJob
 from finetune_operator.cli.terminal.console import emit
@@ -525,6 +526,26 @@ def test_claim_is_owned_by_the_job_only_to_be_deleted_with_it() -> None:
     }
     owner = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "name": "reviews", "uid": "uid-1"}
     assert owners == {"keep": None, "delete": [{**owner, "controller": True}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "stages"),
+    [
+        ({}, {Stage.PREDICT}),
+        ({"predict": None}, {Stage.EVALUATE}),
+        ({"endpoint": {}, "predict": None}, {Stage.EVALUATE}),
+        ({"checkpoints": {"afterSuccess": "keep"}}, set()),
+        ({"training": None}, set()),
+    ],
+)
+def test_only_pods_of_the_last_stage_delete_checkpoints(fields: dict[str, Any], stages: set[Stage]) -> None:
+    job_plan, context = planned({key: value for key, value in spec_with(**fields).items() if value is not None})
+    found = set()
+    for name in job_plan.stages:
+        child = stage(job_plan, context, Attempt(name))[-1]
+        if any(ENV_DELETE_CHECKPOINTS in environment(pod) for pod in pod_templates(child)):
+            found.add(name)
+    assert found == stages
 
 
 # ------------------------------------------------------------------------------------------------------------ resources

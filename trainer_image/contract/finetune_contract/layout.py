@@ -30,6 +30,12 @@ ENV_ATTEMPT = "FINETUNE_ATTEMPT"
 """Identifier that only the pods of one Indexed Job that prepares or predicts share."""
 ENV_CHECKPOINT_SECRET = "FINETUNE_CHECKPOINT_SECRET"
 """Key that signs checkpoints, from a Secret that the job names; read if `CheckpointSchedule.signed`."""
+ENV_DELETE_CHECKPOINTS = "FINETUNE_DELETE_CHECKPOINTS"
+"""Set for the pods of a job's last stage: its first process deletes the checkpoints once the stage has succeeded. Not a
+field of job.json, which images of earlier releases would refuse.
+"""
+CHECKPOINTS_DELETED = "checkpoints_deleted"
+"""Key of `TrainerReport.artifacts` in place of `checkpoints` once they are deleted."""
 ENV_INDEX = "JOB_COMPLETION_INDEX"
 """Index of a pod of an Indexed Job, set by Kubernetes."""
 ENV_FORWARD = "FINETUNE_FORWARD_ENV"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -17,7 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune_contract.choices import Stage
-from finetune_contract.layout import ESTIMATE_FILE, EXIT_OK, FailureClass, JobPaths
+from finetune_contract.layout import (
+    CHECKPOINTS_DELETED,
+    ENV_DELETE_CHECKPOINTS,
+    ESTIMATE_FILE,
+    EXIT_OK,
+    FailureClass,
+    JobPaths,
+)
 from finetune_contract.report import TrainerReport
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.core import garbage_collection
@@ -97,7 +105,7 @@ def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
         done = runs.finished(paths, stage, given)
         if done is not None:
             progress.close()
-            return _report_again(done, world)
+            return _report_again(_without_checkpoints(done, paths, world), world)
         paths.root.mkdir(parents=True, exist_ok=True)
         with storage_errors_named(paths.root, f"stage {stage}", shared=True):
             estimate = arguments.job.with_name(ESTIMATE_FILE)
@@ -119,6 +127,7 @@ def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
         if isinstance(error, StageError) and error.failure_class is FailureClass.GATE_NOT_MET:
             _leave_pages(job, paths)  # the last stage after all: its measurements explain the failure
         return _fail(error, arguments, world, name, started, findings)
+    report = _without_checkpoints(report, paths, world)
     write_report(report, report_path(world.rank, os.environ))
     log.info("%s done in %.1f s.", stage, report.seconds)
     return EXIT_OK
@@ -130,6 +139,23 @@ def _report_again(done: TrainerReport, world: ProcessWorld) -> int:
     write_report(report, report_path(world.rank, os.environ))
     log.info("Skipping %s: it is done with the same settings.", done.stage)
     return EXIT_OK
+
+
+def _without_checkpoints(report: TrainerReport, paths: JobPaths, world: ProcessWorld) -> TrainerReport:
+    """Delete the checkpoints if this pod is to do so, as nothing reads them after the last stage; return the report
+    that says so. They stay if they cannot be deleted: the stage has succeeded.
+    """
+    if ENV_DELETE_CHECKPOINTS not in os.environ or not world.is_main:
+        return report
+    try:
+        if paths.checkpoints.exists():
+            shutil.rmtree(paths.checkpoints)
+            log.info("Deleted %s: all stages have succeeded.", paths.checkpoints)
+    except OSError as error:
+        log.warning("%s could not be deleted: %s", paths.checkpoints, error)
+        return report
+    others = {name: place for name, place in report.artifacts.items() if name != paths.checkpoints.name}
+    return report.model_copy(update={"artifacts": {**others, CHECKPOINTS_DELETED: paths.checkpoints.name}})
 
 
 def _success(

@@ -366,6 +366,12 @@ def finish(state: ReconcileState) -> ReconcileState:
             f"Checkpoints take {human_bytes(size)} at {artifacts.checkpoints}. They are no longer needed, and the "
             "operator does not delete them.",
         )
+    elif size:
+        state = state.with_event(
+            "CheckpointsDeleted",
+            f"{human_bytes(size)} of checkpoints were deleted because all stages have succeeded; to keep them, set "
+            "spec.checkpoints.afterSuccess to keep.",
+        )
     return replace(
         state.with_event("Succeeded", f"All stages have succeeded{': ' if parts else ''}{'; '.join(parts)}."),
         end="Succeeded",

@@ -14,6 +14,7 @@ from finetune_contract.layout import (
     ENV_ATTEMPT,
     ENV_CACHE,
     ENV_CHECKPOINT_SECRET,
+    ENV_DELETE_CHECKPOINTS,
     ENV_ENDPOINT_REVISION,
     ENV_GRACE_SECONDS,
     ENV_KUBEFLOW_CA,
@@ -303,12 +304,21 @@ def _environment(pods: StagePods, role: Role, folders: Storage) -> tuple[EnvVar,
         variables |= _stacks(pods)
     if pods.stage is Stage.TRAIN and plan.network is not None:
         variables |= plan.network.env
+    if _deletes_checkpoints(pods):
+        variables[ENV_DELETE_CHECKPOINTS] = "1"
     variables |= {**_rendezvous(pods), **_progress(pods), **role.env}
     # The uid of the Job: a new Job of the same name has another one.
     attempt = (EnvVar(ENV_ATTEMPT, PodLabel(JOB_UID_LABEL)),) if pods.starter == "index" else ()
     if pods.stage is Stage.SERVE:
         attempt = (EnvVar(ENV_ENDPOINT_REVISION, PodLabel(ATTEMPT_LABEL)),)
     return (*(EnvVar(name, value) for name, value in variables.items()), *attempt)
+
+
+def _deletes_checkpoints(pods: StagePods) -> bool:
+    """Return whether a pod deletes the checkpoints at its end: it is of the last stage. A program's own are kept."""
+    stages = [stage for stage in pods.plan.stages if stage is not Stage.SERVE]
+    trains = pods.plan.trainer.training is not None
+    return trains and pods.stage is stages[-1] and pods.context.spec.checkpoints.after_success == "auto"
 
 
 def _stacks(pods: StagePods) -> dict[str, str]:

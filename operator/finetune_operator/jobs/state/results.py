@@ -11,6 +11,7 @@ from typing import get_args
 from pydantic import JsonValue
 
 from finetune_contract.choices import BackendName, Stage, Task
+from finetune_contract.layout import CHECKPOINTS_DELETED
 from finetune_contract.metrics import LOSS
 from finetune_contract.metrics import metrics_of as metrics_of_task
 from finetune_contract.report import Communication, TrainerReport
@@ -109,6 +110,8 @@ def artifacts(
         for name, path in report.artifacts.items()
         if name in ("model", "report", "predictions", "script", "checkpoints")
     }
+    if CHECKPOINTS_DELETED in report.artifacts:
+        changes["checkpoints"] = None
     if stage is Stage.PREDICT and "predictions" not in changes:
         changes["predictions"] = _predictions(spec, folder)
     if report.fingerprint is not None:

@@ -155,8 +155,9 @@ class CheckpointsSpec(SpecModel):
     )
     after_success: Literal["auto", "keep"] = Field(
         default="auto",
-        description="Retention after all stages have succeeded. auto: `finetune run` deletes the checkpoints and "
-        "reports it, a cluster retains them; keep: they are always retained. Defaults to auto.",
+        description="Retention after all stages have succeeded, when nothing reads the checkpoints any more. auto: "
+        "they are deleted, and an event or `finetune run` reports their size; keep: they are retained. Checkpoints of "
+        "a program of your own are always retained. Defaults to auto.",
     )
     signing_key: SecretKeySpec | None = Field(
         default=None,
