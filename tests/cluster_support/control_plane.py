@@ -106,10 +106,14 @@ class Cluster:
     def _kill_api_server(self) -> list[bytes]:
         """Kill the API server and return its command line."""
         pid = int((self.own("killing the API server") / "kube-apiserver.pid").read_text())
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        command = self._command(pid)
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: _gone(pid), "the API server is dead")
         return command
+
+    @staticmethod
+    def _command(pid: int) -> list[bytes]:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
 
     def _start_api_server(self, command: list[bytes]) -> None:
         folder = self.own("starting the API server")
@@ -136,6 +140,14 @@ class Cluster:
 
         wait_until(ready, "the API server is ready again")
         (folder / "kube-apiserver.pid").write_text(str(started.pid))
+
+    def compact(self) -> None:
+        """Have etcd forget all versions of objects but the newest."""
+        command = self._command(int((self.own("compaction") / "kube-apiserver.pid").read_text()))
+        etcd = command[command.index(b"--etcd-servers") + 1].decode()
+        version = json.loads(self.must("get", "--raw", "/api/v1/namespaces?limit=1"))["metadata"]["resourceVersion"]
+        answer = new_session().post(f"{etcd}/v3/kv/compaction", json={"revision": version, "physical": True})
+        assert answer.ok, answer.text
 
     @contextmanager
     def slow_controllers(self) -> Iterator[None]:

@@ -32,6 +32,8 @@ class Faults:
     """Share of executed writes whose answer is lost with the connection."""
     refuse_all: int | None = None
     """HTTP status for every request; None: no such fault."""
+    refuse_watches: bool = False
+    """Answer 503 to watches."""
     delay_seconds: float = 0.0
     """Longest delay of a request."""
 
@@ -134,6 +136,8 @@ class FaultProxy:
         if write and self._happens("409", faults.conflicts):
             return _refusal(409, "Conflict", {})
         watching = request.query.get("watch") in ("true", "1")
+        if watching and faults.refuse_watches:
+            return _refusal(503, "ServiceUnavailable", {})
         task = asyncio.current_task()
         assert task is not None
         if watching:

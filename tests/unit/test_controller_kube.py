@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,13 @@ import yaml
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 
+from cluster_support.api_access import Access, kubeconfig_text
+from cluster_support.background import Background
+from cluster_support.deaf_proxy import DeafProxy
 from finetune_operator.controller.cluster.kube import Kube, as_yaml
 from finetune_operator.controller.servers.serving import KubeKeys
 from finetune_operator.controller.servers.token_keys import KeysUnavailableError
+from finetune_operator.kubernetes_api import client
 from finetune_operator.kubernetes_api.answers import FIRST_DELAY_SECONDS, Lines
 from finetune_operator.kubernetes_api.client import TRIES
 from finetune_operator.kubernetes_api.errors import (
@@ -493,3 +498,40 @@ WATCH_ERRORS: dict[str, tuple[Answer, type[ApiError]]] = {
 def test_broken_watch_raises_the_reason(case: str):
     answer, expected = WATCH_ERRORS[case]
     assert type(call(watched, answer).error) is expected
+
+
+def test_connection_is_given_up_when_no_kernel_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """As when the server has lost its power: one that is only slow still acknowledges what it receives. The request is
+    then sent again on a new connection, long before its own limit.
+    """
+    monkeypatch.setattr(client, "DEAD_SECONDS", 2)
+    file = tmp_path / "kubeconfig"
+    background = Background()
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"kind": "Job"})
+
+    async def run() -> list[Any]:
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", answer)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        proxy = DeafProxy(Access(f"http://127.0.0.1:{runner.addresses[0][1]}", None), background)
+        await asyncio.to_thread(proxy.up)
+        file.write_text(kubeconfig_text(proxy.url.replace("https", "http"), None, "token"))
+        api, _ = await client.connect("test", file, None)
+        try:
+            kube = Kube(api, tries=1)
+            answers = [await get(kube)]
+            assert await asyncio.to_thread(proxy.go_deaf) == 1
+            return [*answers, await get(kube)]
+        finally:
+            await api.close()  # type: ignore[no-untyped-call]
+            await asyncio.to_thread(proxy.down)
+            await runner.cleanup()
+
+    try:
+        assert asyncio.run(run()) == [{"kind": "Job"}] * 2
+    finally:
+        background.close()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from finetune_operator.controller.servers.operator_metrics import Metrics
-from finetune_operator.controller.servers.probes import Endpoints, Heartbeat
+from finetune_operator.controller.servers.probes import BEATS, Endpoints, Heartbeat
 
 
 @dataclass
@@ -60,23 +60,25 @@ def test_operator_with_an_ended_worker_is_not_alive() -> None:
 
 def test_operator_with_an_event_loop_late_by_a_minute_is_not_alive() -> None:
     for late, expected in [(61.0, (200, "ok\n")), (62.0, (503, "the event loop is 61 s late\n"))]:
-        times = iter([0.0, 0.0])
-        heartbeat = Heartbeat(lambda lag: None, clock=lambda times=times, late=late: next(times, late))  # type: ignore[misc]
+        times = iter([0.0])
+        heartbeat = Heartbeat(clock=lambda times=times, late=late: next(times, late))  # type: ignore[misc]
         assert pages(Operator(), "/healthz", heartbeat=heartbeat) == [expected]
 
 
-def test_heartbeat_reports_its_delay() -> None:
-    times = iter([0.0, 10.0, 11.5, 11.5])
-    delays: list[float] = []
-
-    async def go() -> None:
-        beating = asyncio.create_task(Heartbeat(delays.append, clock=lambda: next(times, 20.0)).run())
-        while not delays:
-            await asyncio.sleep(0.05)
-        beating.cancel()
-
-    asyncio.run(go())
-    assert delays == [0.5]
+def test_heartbeat_keeps_its_largest_delay_for_a_minute() -> None:
+    times = [7.0]
+    heartbeat = Heartbeat(clock=lambda: times[-1])
+    lags = [heartbeat.largest_lag()]
+    for at in (7.0, 9.5, 10.5):  # the first beat sets the start; each of the others is due a second after the last
+        times.append(at)
+        heartbeat.beat()
+        lags.append(heartbeat.largest_lag())
+    times.append(15.5)
+    lags.append(heartbeat.largest_lag())
+    for at in range(16, 17 + BEATS):
+        times.append(at)
+        heartbeat.beat()
+    assert [*lags, heartbeat.largest_lag()] == [0.0, 0.0, 1.5, 1.5, 4.0, 0.0]
 
 
 def test_metrics_have_the_prometheus_format_and_unknown_paths_get_404() -> None:

@@ -356,7 +356,7 @@ def test_healthz_has_the_faults_that_the_probe_handler_reports(monkeypatch: pyte
             api = ApiClient(Configuration(host=server.url))
             url = f"http://127.0.0.1:{free_port()}/"
             kinds = ServedKinds(kopf.OperatorSettings(), kopf.OperatorRegistry(), FINETUNE_JOB, set())
-            ours = lifecycle.Operator(lifecycle.Options(Settings(), ""), api, decide, kinds, url)
+            ours = lifecycle.Operator(lifecycle.Options(Settings(), ""), api, api, decide, kinds, url)
             registry = kopf.OperatorRegistry()
             kopf.on.probe(id="faults", registry=registry)(handlers.faults)
 

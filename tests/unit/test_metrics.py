@@ -101,7 +101,7 @@ def test_every_measurement_is_exposed() -> None:
     metrics.follow_jobs(lambda: replace(now, estimated_cost={"USD": 4.5, "EUR": 1.0, "CHF": 2.0}))
     metrics.follow_queue(lambda: 7)
     metrics.follow_leading(lambda: True)
-    metrics.event_loop_lag(0.5)
+    metrics.follow_event_loop(lambda: 0.5)
     metrics.progress_post(200)
     metrics.progress_post(429)
     measurements.reconcile_done(0.25, "done")

@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from finetune_operator.controller.reconcile.planner import PROCESSES
 from finetune_operator.controller.reconcile.reconciler import Decide, Reconciler
 from finetune_operator.controller.resync import Resync, store_object
 from finetune_operator.controller.servers.operator_metrics import Metrics
-from finetune_operator.controller.servers.probes import HTTP_PORT, KopfLiveness
+from finetune_operator.controller.servers.probes import HTTP_PORT, Heartbeat, KopfLiveness
 from finetune_operator.controller.servers.progress_server import PORT
 from finetune_operator.controller.servers.serving import Servers
 from finetune_operator.controller.servers.webhook import REVIEWING, WebhookOptions
@@ -84,12 +84,22 @@ class Options:
 class Operator:
     """One running operator."""
 
-    def __init__(self, options: Options, api: ApiClient, decide: Decide, kinds: ServedKinds, liveness: str) -> None:
-        """`liveness`: URL of kopf's own liveness endpoint."""
+    def __init__(
+        self,
+        options: Options,
+        api: ApiClient,
+        lease_api: ApiClient,
+        decide: Decide,
+        kinds: ServedKinds,
+        liveness: str,
+    ) -> None:
+        """`lease_api`: client for the Lease alone. `liveness`: URL of kopf's own liveness endpoint."""
         self._options = options
         self._kinds = kinds
         metrics = Metrics(options.settings.currency)
+        heartbeat = Heartbeat()
         kube = Kube(api, counter=metrics)
+        kube.outage.loop_lag = heartbeat.largest_lag
         self._discovery = discovery = Discovery(kube)
         self.state = OperatorState(
             settings=options.settings,
@@ -107,6 +117,7 @@ class Operator:
         self._servers = Servers(
             metrics,
             KopfLiveness(liveness),
+            heartbeat=heartbeat,
             host=options.listen,
             http_port=options.http_port,
             progress_port=options.progress_port,
@@ -122,7 +133,13 @@ class Operator:
         self.failure: Exception | None = None
         """Error that kept it from starting."""
         if options.leader_election:
-            self._leader = Leader(kube, options.namespace, self.state.leading, self._prepare_to_lead, self._requeue_all)
+            self._leader = Leader(
+                replace(kube, api=lease_api),
+                options.namespace,
+                self.state.leading,
+                self._prepare_to_lead,
+                self._requeue_all,
+            )
             self.state.leader_address = self._leader.leader_address
         kube.outage.on_end = lambda: self._resync.request_all("outage")
 

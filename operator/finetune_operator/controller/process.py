@@ -20,7 +20,7 @@ from finetune_operator.kubernetes_api.client import connect
 from finetune_operator.kubernetes_api.resources import FINETUNE_JOB
 
 SPARE_CONNECTIONS = 8
-"""Connections beside those of workers and watches: for lists, the Lease, tokens, events."""
+"""Connections beside those of workers and watches: for lists, tokens, events."""
 
 
 async def run(options: Options, decide: Decide) -> None:
@@ -36,12 +36,15 @@ async def run(options: Options, decide: Decide) -> None:
     watches = (1 + len(handlers.CHILDREN)) * max(1, len(namespaces))
     pool = 2 * options.workers + SPARE_CONNECTIONS + watches
     api, _ = await connect(FIELD_OWNER, options.kubeconfig, options.context, pool)
+    # The Lease has a connection of its own: after a request that had no answer the next one opens a new connection,
+    # instead of another one of a pool that may all lead to a server that is gone; and it waits for no other request.
+    lease_api, _ = await connect(FIELD_OWNER, options.kubeconfig, options.context, 1)
     settings, registry = kopf.OperatorSettings(), kopf.get_default_registry()
     # Groups of Kubernetes itself have no dot.
     groups = {child.group_kind.group for child in handlers.CHILDREN if "." in child.group_kind.group}
     kinds = ServedKinds(settings, registry, FINETUNE_JOB, groups)
     liveness = f"http://127.0.0.1:{_free_port()}/"
-    operator = Operator(options, api, decide, kinds, liveness)
+    operator = Operator(options, api, lease_api, decide, kinds, liveness)
     try:
         await kopf.operator(
             registry=registry,
@@ -60,7 +63,8 @@ async def run(options: Options, decide: Decide) -> None:
             raise operator.failure from None
         raise
     finally:
-        await api.close()  # type: ignore[no-untyped-call]
+        for client in (api, lease_api):
+            await client.close()  # type: ignore[no-untyped-call]
 
 
 def _free_port() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
@@ -20,6 +21,7 @@ from typing import Literal, TypeAlias
 
 import aiohttp
 from kubernetes.aio import client
+from kubernetes.aio.client.rest import RESTClientObject
 from pydantic import JsonValue
 
 from finetune_operator.jobs.render.render_types import Manifest
@@ -40,6 +42,8 @@ WATCH_SECONDS = 300
 """Life of a watch; up to a minute more at random, so that not all of them start again at once."""
 SILENCE_SECONDS = 150.0
 """Longest silence of a watch. The server sends a bookmark about once a minute; two missing mean a dead connection."""
+DEAD_SECONDS = 10
+"""Time after which the kernel gives a connection up whose server's kernel does not answer."""
 PAGE = 500
 ANSWER_BYTES = 16 * 1024 * 1024
 """Longest answer; a longer page of a list is requested again with fewer objects. One object has about 3 MiB at most,
@@ -68,8 +72,36 @@ async def connect(
     configuration = client.Configuration(connection_pool_maxsize=pool, client_session_kwargs={"trust_env": proxies})
     namespace = await configure(configuration, kubeconfig, context)
     api = client.ApiClient(configuration=configuration)
+    api.rest_client = _Connections(configuration)
     api.user_agent = f"{manager}/{distribution_version('finetune-operator')}"
     return api, namespace
+
+
+class _Connections(RESTClientObject):
+    """The library's connections, which end when their server is gone: when one of several API servers loses its power,
+    or a node forgets where its connections lead, nobody else ends those that are open.
+    """
+
+    def _create_connector(self) -> aiohttp.TCPConnector:
+        return aiohttp.TCPConnector(limit=self.maxsize, ssl=self.ssl_context, socket_factory=_watched_socket)
+
+
+def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Return a socket whose kernel asks the server's after DEAD_SECONDS / 2 of silence, and gives the connection up
+    after DEAD_SECONDS without an answer.
+    """
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Linux has all of them, as each operator has; the command also runs where some are missing.
+    for option, value in (
+        ("TCP_KEEPIDLE", DEAD_SECONDS // 2),
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_USER_TIMEOUT", DEAD_SECONDS * 1000),
+    ):
+        if hasattr(socket, option):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return made
 
 
 @dataclass(frozen=True)
@@ -304,8 +336,9 @@ class KubernetesClient:
             async with self._sent(request) as response:
                 answer = await _whole(request, response)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self._failed(request)
-            raise errors.NoAnswerError(str(request), 0, "", f"no answer: {error or type(error).__name__}") from error
+            no_answer = errors.NoAnswerError(str(request), 0, "", f"no answer: {error or type(error).__name__}")
+            self._failed(request, no_answer)
+            raise no_answer from error
         if response.status >= 300:
             raise error_of(str(request), response.status, answer, response.headers.get("Retry-After"))
         self._answered()
@@ -371,7 +404,7 @@ class KubernetesClient:
     def _answered(self) -> None:
         """Note that a request was carried out."""
 
-    def _failed(self, request: Request) -> None:
+    def _failed(self, request: Request, error: ApiError) -> None:
         """Note that the request had no answer."""
 
     def _count(self, request: Request, code: int, began: float) -> None:

@@ -85,6 +85,8 @@ class Outage:
 
     down: bool = False
     on_end: Callable[[], None] | None = None
+    loop_lag: Callable[[], float] = float
+    """Function that returns the largest lag of the event loop within the last minute, in seconds."""
     _waiting: set[asyncio.Timeout] = field(default_factory=set)
 
     @asynccontextmanager
@@ -99,10 +101,15 @@ class Outage:
             finally:
                 self._waiting.discard(limit)
 
-    def failed(self) -> None:
+    def failed(self, error: ApiError) -> None:
         """Note that a request had no answer."""
         if not self.down:
-            log.warning("the API server does not answer")
+            log.warning(
+                "the API server does not answer: %s (largest lag of the operator's event loop in the last minute: "
+                "%.1f s)",
+                error,
+                self.loop_lag(),
+            )
         self.down = True
 
     def answered(self) -> None:
@@ -239,10 +246,10 @@ class Kube(KubernetesClient):
     def _answered(self) -> None:
         self.outage.answered()
 
-    def _failed(self, request: Request) -> None:
+    def _failed(self, request: Request, error: ApiError) -> None:
         # The API server itself waits for the kubelet to send a log: one of a lost node does not come.
         if request.counted != POD_LOG:
-            self.outage.failed()
+            self.outage.failed(error)
 
     def _count(self, request: Request, code: int, began: float) -> None:
         if self.counter is not None:

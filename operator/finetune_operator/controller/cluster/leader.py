@@ -79,12 +79,15 @@ class LeaseLock(BaseLock):
         self._kube = kube
         self._renewed = renewed
         self._lease: Manifest | None = None
+        self.failure: ApiError | None = None
+        """Error of the last request, if it had one."""
 
     async def get(self, name: str, namespace: str) -> Any:
         """Return True and the record, or False and the reason."""
         try:
             self._lease = await self._within(self._kube.get(LEASE, namespace, name))
         except ApiError as error:
+            self.failure = error
             refusal = ApiException(status=error.code, reason=str(error))
             refusal.body = json.dumps({"code": error.code})
             return False, refusal
@@ -127,8 +130,10 @@ class LeaseLock(BaseLock):
         began = time.monotonic()
         try:
             await self._within(request)
-        except ApiError:
+        except ApiError as error:
+            self.failure = error
             return False
+        self.failure = None
         self._renewed(began)
         return True
 
@@ -137,8 +142,9 @@ class LeaseLock(BaseLock):
             async with asyncio.timeout(REQUEST_SECONDS):
                 return await request
         except TimeoutError as error:
-            self._kube.outage.failed()
-            raise UnavailableError("the Lease", 0, "", f"no answer within {REQUEST_SECONDS:g} s") from error
+            no_answer = UnavailableError("the Lease", 0, "", f"no answer within {REQUEST_SECONDS:g} s")
+            self._kube.outage.failed(no_answer)
+            raise no_answer from error
 
 
 def _spec(lease: Manifest) -> Mapping[str, JsonValue]:
@@ -164,6 +170,7 @@ class Leader:
         begin: Callable[[], None],
     ) -> None:
         """`prepare` is awaited before this replica acts, and `begin` called once it may."""
+        self._kube = kube
         self._leading = leading
         self._prepare = prepare
         self._begin = begin
@@ -237,10 +244,21 @@ class Leader:
         if self._fence is not None:
             self._fence.cancel()
         loop = asyncio.get_running_loop()
-        self._fence = loop.call_later(requested_at + RENEW_SECONDS - time.monotonic(), self._stop_acting)
+        self._fence = loop.call_later(requested_at + RENEW_SECONDS - time.monotonic(), self._fence_falls)
         if self._holding and not self._leading.is_set():
             # The renewal came after the fence had fallen and before the election was given up, or taking over failed.
             self._begin_to_act()
+
+    def _fence_falls(self) -> None:
+        if self._leading.is_set():
+            log.warning(
+                "the Lease was not renewed for %g s: %s (largest lag of the operator's event loop in the last minute: "
+                "%.1f s)",
+                RENEW_SECONDS,
+                self._lock.failure or "the last request is not answered yet",
+                self._kube.outage.loop_lag(),
+            )
+        self._stop_acting()
 
     def _stop_acting(self) -> None:
         if self._fence is not None:

@@ -379,7 +379,9 @@ class Metrics:
             verb=VERBS,
         )
         self._depth = made.gauge("finetune_queue_depth", "Jobs that wait for a worker.")
-        self._lag = made.gauge("finetune_event_loop_lag_seconds", "Delay of the last wake-up of the event loop.")
+        self._lag = made.gauge(
+            "finetune_event_loop_lag_seconds", "Largest delay of a wake-up of the event loop within the last minute."
+        )
         self._reviews = made.counter(
             "finetune_webhook_reviews",
             "Admission reviews of jobs, by outcome; failed: an invalid review, or a client without a permitted "
@@ -424,8 +426,9 @@ class Metrics:
         """Ask `depth` for the length of the queue whenever metrics are read."""
         self._depth.of().set_function(depth)
 
-    def event_loop_lag(self, seconds: float) -> None:
-        self._lag.of().set(seconds)
+    def follow_event_loop(self, lag: Callable[[], float]) -> None:
+        """Ask `lag` for the largest lag of the event loop whenever metrics are read."""
+        self._lag.of().set_function(lag)
 
     def follow_leading(self, leading: Callable[[], bool]) -> None:
         """Ask `leading` whether this replica acts whenever metrics are read."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -23,6 +24,8 @@ from finetune_operator.controller.servers.sites import Site
 
 HTTP_PORT = 8080
 BEAT_SECONDS = 1.0
+BEATS = 60
+"""Beats over which the largest lag is kept: a minute, about the interval at which metrics are read."""
 LAG_LIMIT_SECONDS = 60.0
 LIVENESS_SECONDS = 3.0
 BOUNDS = Bounds(connections=128, seconds=20.0)
@@ -68,22 +71,29 @@ class KopfLiveness:
 class Heartbeat:
     """Measures how late the event loop wakes up tasks."""
 
-    def __init__(self, report: Callable[[float], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._report = report
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._last = clock()
+        self._last: float | None = None
+        self._lags: deque[float] = deque(maxlen=BEATS)
 
     def lag(self) -> float:
-        """Return the seconds by which the next beat is late already."""
-        return max(0.0, self._clock() - self._last - BEAT_SECONDS)
+        """Return the seconds by which the next beat is late already; 0 before the first."""
+        return 0.0 if self._last is None else max(0.0, self._clock() - self._last - BEAT_SECONDS)
+
+    def largest_lag(self) -> float:
+        """Return the largest lag of the last minute in seconds, that of the next beat included."""
+        return max(self.lag(), *self._lags, 0.0)
+
+    def beat(self) -> None:
+        """Note the lag of a beat; the next one is due after BEAT_SECONDS."""
+        self._lags.append(self.lag())
+        self._last = self._clock()
 
     async def run(self) -> None:
         """Beat until it is cancelled."""
-        self._last = self._clock()
         while True:
+            self.beat()
             await asyncio.sleep(BEAT_SECONDS)
-            self._report(self.lag())
-            self._last = self._clock()
 
 
 class Endpoints:
@@ -93,7 +103,8 @@ class Endpoints:
         self._health = health
         self._liveness = liveness
         self._metrics = metrics
-        self._heartbeat = heartbeat or Heartbeat(metrics.event_loop_lag)
+        self._heartbeat = heartbeat or Heartbeat()
+        metrics.follow_event_loop(self._heartbeat.largest_lag)
         self._site: Site | None = None
         self._exposed = b""
         self._exposed_until = float("-inf")

@@ -27,7 +27,7 @@ from finetune_operator.controller.servers.certificates import (
     server_names,
 )
 from finetune_operator.controller.servers.operator_metrics import Metrics
-from finetune_operator.controller.servers.probes import HTTP_PORT, Endpoints, Faults
+from finetune_operator.controller.servers.probes import HTTP_PORT, Endpoints, Faults, Heartbeat
 from finetune_operator.controller.servers.progress_protocol import AttemptKey, merged_progress
 from finetune_operator.controller.servers.progress_server import PORT, KnownPod, ProgressServer
 from finetune_operator.controller.servers.token_keys import KeyReviewer, KeysUnavailableError
@@ -240,6 +240,7 @@ class Servers:
         metrics: Metrics,
         liveness: Faults,
         *,
+        heartbeat: Heartbeat | None = None,
         host: str | None = None,
         http_port: int = HTTP_PORT,
         progress_port: int = PORT,
@@ -253,6 +254,7 @@ class Servers:
         self.progress_port = progress_port
         self._metrics = metrics
         self._liveness = liveness
+        self._heartbeat = heartbeat
         self._host = host
         self._endpoints: Endpoints | None = None
         self._progress: ProgressServer | None = None
@@ -266,7 +268,7 @@ class Servers:
         self._metrics.follow_jobs(view.fleet)
         self._metrics.follow_queue(lambda: len(state.queue))
         self._metrics.follow_leading(view.leading)
-        self._endpoints = Endpoints(view, self._liveness, self._metrics)
+        self._endpoints = Endpoints(view, self._liveness, self._metrics, self._heartbeat)
         self.http_port = await self._endpoints.start(self._host, self.http_port)
         url, hook = state.settings.progress.url, self._webhook_options
         progress = state.settings.progress.enabled
