@@ -21,6 +21,9 @@ from finetune_contract.layout import ENV_KUBEFLOW_CA, ENV_KUBEFLOW_TOKEN, ENV_KU
 from finetune_contract.report import KubeflowUpdate, Progress
 from finetune_trainer.core import progress
 from finetune_trainer.core.progress import KubeflowProgress, NoProgress, ProgressReporter, Throttle, progress_for
+from finetune_trainer.report.history import History
+from finetune_trainer.training.loop_parts import StepReport
+from finetune_trainer.training.run_observers import RunObserver
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
 
@@ -268,6 +271,27 @@ def test_the_throttle_passes_the_first_the_last_and_one_per_interval():
         now[0] += 1.0
     throttle.close()
     assert recorder.steps == [0, 5, 10, 15, 19, -1]
+
+
+class Shown(NoProgress):
+    """Sink that keeps the figures of the last update."""
+
+    def update(self, step: int, total: int, **values: float) -> None:
+        self.values = values
+
+
+def test_loss_and_rates_of_the_progress_are_means_over_recent_steps(tmp_path: Path):
+    shown, history = Shown(), History(tmp_path / "history.jsonl")
+    observer = RunObserver(history, shown, total_steps=40)
+    # The loss alternates, and each fourth step takes three times as long as the others.
+    for step in range(1, 41):
+        seconds = 3.0 if step % 4 == 0 else 1.0
+        observer.on_step(StepReport(step, 0.5, 1.0 + step % 2, 1e-5, None, seconds, 8, 96, 128, {}))
+    figures = {name: shown.values[name] for name in ("loss", "samples_per_second", "tokens_per_second")}
+    # 20 steps: 15 of 1 s and 5 of 3 s.
+    assert figures == {"loss": 1.5, "samples_per_second": 20 * 8 / 30, "tokens_per_second": 20 * 96 / 30}
+    last = history.read()[-1]
+    assert (last["loss"], last["samples_per_second"]) == (1.0, 2.667)
 
 
 def test_the_remaining_time_counts_from_where_a_resumed_run_started():

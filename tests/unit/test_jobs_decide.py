@@ -112,7 +112,7 @@ def test_job_runs_its_stages_and_records_events():
         "Stage train succeeded in 2 min: train_loss 0.5.",
         "Stage evaluate succeeded in 2 min: accuracy 0.875.",
         "Stage predict succeeded in 2 min.",
-        "All stages have succeeded: model at pvc://reviews-workspace/reviews/model; accuracy 0.875, train_loss 0.5.",
+        "All stages have succeeded: model at pvc://reviews-workspace/reviews/model; accuracy 0.875.",
     ]
     status = world.job().status
     assert status.completion_time == NOON + timedelta(minutes=6)
@@ -122,6 +122,7 @@ def test_job_runs_its_stages_and_records_events():
         "report": "pvc://reviews-workspace/reviews/report.html",
         "predictions": "pvc://reviews-workspace/reviews/predictions.jsonl",
         "metrics": {"train_loss": 0.5, "accuracy": 0.875},
+        "result": "accuracy 0.875",
         "dataset_fingerprint": "f00d",
     }
     assert list(world.children) == ["reviews-prepare-1", "reviews-train-1", "reviews-evaluate-1", "reviews-predict-1"]
@@ -284,18 +285,20 @@ def test_a_job_that_has_failed_has_no_time_left():
     progress = ProgressStatus(step=5, total_steps=20, percent=25, loss=0.7, remaining_seconds=30)
     world.progress = progress
     world.settle()
-    assert world.job().status.progress == progress
+    in_text = {"complete": "25%", "remaining": "30s"}
+    assert world.job().status.progress == progress.model_copy(update=in_text)
     world.fail(FailureClass.DATA)
     world.settle()
     assert world.phase == "Failed"
-    assert world.job().status.progress == progress.model_copy(update={"remaining_seconds": None})
+    assert world.job().status.progress == progress.model_copy(update={"remaining_seconds": None, "complete": "25%"})
 
 
 def test_progress_is_shown_while_a_stage_runs_and_whole_at_its_end():
     world = training()
     world.progress = ProgressStatus(step=5, total_steps=20, percent=25, loss=0.7, remaining_seconds=30)
     world.settle()
-    assert world.job().status.progress == world.progress
+    in_text = {"complete": "25%", "remaining": "30s"}
+    assert world.job().status.progress == world.progress.model_copy(update=in_text)
     world.succeed()
     world.progress = None
     world.step()
@@ -307,7 +310,7 @@ def test_progress_is_shown_while_a_stage_runs_and_whole_at_its_end():
     world.edit(suspend=True)  # nothing follows
     world.progress = None
     world.settle()
-    assert world.job().status.progress == ProgressStatus(step=9, total_steps=9, percent=100)
+    assert world.job().status.progress == ProgressStatus(step=9, total_steps=9, percent=100, complete="100%")
 
 
 def test_suspended_job_has_no_time_left():
@@ -317,7 +320,8 @@ def test_suspended_job_has_no_time_left():
     world.edit(suspend=True)
     world.settle()
     assert world.phase == "Suspended"
-    assert world.job().status.progress == world.progress.model_copy(update={"remaining_seconds": None})
+    left = {"remaining_seconds": None, "complete": "25%"}
+    assert world.job().status.progress == world.progress.model_copy(update=left)
 
 
 def test_job_that_has_succeeded_has_no_time_left():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from typing import Any
 
 import pytest
 
@@ -18,11 +19,11 @@ from finetune_operator.jobs.outcomes.waiting_reasons import PodWait, pod_wait
 from finetune_operator.jobs.state.decision_state import Inputs, ReconcileState
 from finetune_operator.jobs.state.decision_types import Decision, PodView, Waiting
 from finetune_operator.jobs.state.plan_table import PlanTable
-from finetune_operator.jobs.state.results import _numbers, headline
+from finetune_operator.jobs.state.results import _numbers, headline, result
 from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, Limits
 from finetune_operator.spec.status_times import earliest, stamp
 from finetune_operator.spec.types import FineTuneJobStatus, StageStatus
-from reconcile_world import LIVES, NOON, World
+from reconcile_world import LIVES, NOON, SPEC, World
 
 
 @dataclass(frozen=True)
@@ -244,6 +245,25 @@ def test_headline_is_the_first_known_metric():
     assert headline(figures, "text-classification") == "accuracy 0.8765"
     assert headline({"rows": 5.0}, "text-classification") == ""
     assert headline({"train_loss": 0.5, "train_steps": 3.0}, "summarization") == "train_loss 0.5"
+    validated = {"train_loss_last": 0.5, "eval_loss": 0.4, "eval_rouge1": 0.25}
+    assert headline(validated, "summarization") == "eval_rouge1 0.25"
+
+
+GATES: dict[str, tuple[dict[str, Any], str]] = {
+    "a minimum": ({"metric": "f1", "minimum": 0.9}, "f1 0.91 (gate 0.9)"),
+    "a maximum": ({"metric": "loss", "maximum": 0.5}, "loss 0.25 (gate 0.5)"),
+    "a metric that was not measured": ({"metric": "recall", "minimum": 0.5}, "accuracy 0.95"),
+}
+
+
+@pytest.mark.parametrize("case", GATES)
+def test_result_is_the_metric_of_the_gate_with_its_limit(case: str):
+    gate, expected = GATES[case]
+    job = World(spec={**SPEC, "evaluation": {"gate": gate}}).job().job
+    assert job is not None
+    spec = job.spec
+    assert result({"accuracy": 0.95, "f1": 0.91, "loss": 0.25}, spec) == expected
+    assert result({}, spec) is None
 
 
 HEADLINES: dict[Task, str] = {

@@ -78,7 +78,7 @@ def test_quantities_are_numbers_or_text_of_their_form() -> None:
 def test_kubectl_get_shows_the_columns_of_a_job() -> None:
     columns = crd()["spec"]["versions"][0]["additionalPrinterColumns"]
     assert [column["name"].upper() for column in columns if not column["priority"]] == [
-        "PHASE", "STAGE", "PROGRESS", "LOSS", "ETA", "ROWS/S", "RESTARTS", "AGE",
+        "PHASE", "STAGE", "PROGRESS", "LOSS", "ETA", "ROWS/S", "RESULT", "RESTARTS", "AGE",
     ]  # fmt: skip
     assert [column["name"].upper() for column in columns if column["priority"]] == [
         "STRATEGY", "LAUNCHER", "COST", "URL",

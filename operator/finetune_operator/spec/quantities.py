@@ -56,6 +56,11 @@ def human_seconds(seconds: float) -> str:
     return f"{days} d {hours} h" if hours else f"{days} d"
 
 
+def short_duration(seconds: float) -> str:
+    """Format a duration in one word, as kubectl's columns do: `45s`, `12m`, `3h20m`, `2d4h`."""
+    return human_seconds(seconds).replace("min", "m").replace(" ", "")
+
+
 def human_count(count: int) -> str:
     """Format a count of parameters or tokens: `22.7 million`, `355 million`, `6.7 billion`."""
     for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):

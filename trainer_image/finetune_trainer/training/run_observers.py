@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from finetune_contract.report import TimePart
 from finetune_trainer.core.progress import ProgressSink
@@ -15,6 +17,8 @@ from finetune_trainer.training.timing import rounded
 
 log = logging.getLogger(__name__)
 
+RECENT_STEPS = 20
+"""Steps whose mean loss and rates are the progress."""
 _LOG_INTERVAL_SECONDS = 10.0
 
 
@@ -50,8 +54,9 @@ class RunObserver:
     validation: dict[str, float] = field(default_factory=dict)
     """Metrics of the last evaluation."""
     _logged_at: float = float("-inf")
+    _recent: deque[StepReport] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     _figures: dict[str, float] = field(default_factory=dict)
-    """Figures of the last step."""
+    """Figures for the progress, means over the recent steps: those of a single step go up and down."""
 
     def on_step(self, report: StepReport) -> None:
         """Write a history line, update the progress, and log a line every ten seconds."""
@@ -69,7 +74,14 @@ class RunObserver:
                 "seconds": rounded(report.parts),
             }
         )
-        self._figures = {"epoch": report.epoch, "loss": report.loss, **rates}
+        self._recent.append(report)
+        seconds = sum(step.seconds for step in self._recent)
+        self._figures = {
+            "epoch": report.epoch,
+            "loss": fmean(step.loss for step in self._recent),
+            "samples_per_second": sum(step.samples for step in self._recent) / seconds,
+            "tokens_per_second": sum(step.tokens for step in self._recent) / seconds,
+        }
         self.progress.update(report.step, self.total_steps, **self._figures, **self.validation)
         now = time.monotonic()
         if now - self._logged_at >= _LOG_INTERVAL_SECONDS or report.step == self.total_steps:

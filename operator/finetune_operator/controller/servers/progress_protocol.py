@@ -29,7 +29,7 @@ _NAME = r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?"
 _PATH = re.compile(
     rf"/v1alpha1/namespaces/({_NAME})/finetunejobs/({_NAME})/stages/({'|'.join(Stage)})/attempts/([1-9][0-9]{{0,4}})"
 )
-DIGITS = 5
+DIGITS = 4
 """Significant digits of figures that change while people look on; metrics at the end are kept whole."""
 MOST_FOUND = 2048
 """Longest text of a measurement: half of a termination message, which holds both."""

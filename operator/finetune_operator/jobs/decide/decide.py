@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 
 from finetune_contract.byte_text import human_bytes
 from finetune_contract.choices import Stage
-from finetune_contract.metrics import headline_first
+from finetune_contract.metrics import metrics_of
 from finetune_operator.endpoints.decide.endpoint_phase import (
     SERVE,
     remove_endpoint,
@@ -354,8 +354,8 @@ def finish(state: ReconcileState) -> ReconcileState:
     if state.current is not None:
         return state
     artifacts = with_report(state.status.artifacts, state.spec, state.job.name)
-    ordered = headline_first(artifacts.metrics, state.spec.task)
-    figures = ", ".join(f"{name} {value:.4g}" for name, value in list(ordered.items())[:MOST_FIGURES])
+    test_metrics = [name for name in metrics_of(state.spec.task) if name in artifacts.metrics][:MOST_FIGURES]
+    figures = ", ".join(f"{name} {artifacts.metrics[name]:.4g}" for name in test_metrics)
     parts = [f"model at {artifacts.model}"] if artifacts.model is not None else []
     parts += [figures] if figures else []
     state = state.with_status(completion_time=state.now, failure=None, artifacts=artifacts)

@@ -15,6 +15,7 @@ from finetune_contract.choices import Stage
 from finetune_operator.jobs.outcomes.spot import words
 from finetune_operator.jobs.state.decision_state import ReconcileState
 from finetune_operator.jobs.state.planned import problems_text
+from finetune_operator.spec.quantities import short_duration
 from finetune_operator.spec.types import (
     Condition,
     ConditionType,
@@ -68,11 +69,20 @@ def complete(state: ReconcileState) -> FineTuneJobStatus:
 
 
 def _shown_progress(state: ReconcileState) -> ProgressStatus | None:
-    """Return the progress that was reported last, without time left for a job that has ended or is suspended."""
+    """Return the progress that was reported last, without time left for a job that has ended or is suspended; with the
+    text of kubectl's columns, which cannot add a unit.
+    """
     progress = state.status.progress
-    if progress is None or (state.end is None and not state.suspended):
-        return progress
-    return progress.model_copy(update={"remaining_seconds": None})
+    if progress is None:
+        return None
+    left = progress.remaining_seconds if state.end is None and not state.suspended else None
+    return progress.model_copy(
+        update={
+            "remaining_seconds": left,
+            "complete": None if progress.percent is None else f"{progress.percent}%",
+            "remaining": None if left is None else short_duration(left),
+        }
+    )
 
 
 def _condition(

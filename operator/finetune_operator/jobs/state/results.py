@@ -36,6 +36,8 @@ CHECKPOINT_BYTES = "train_checkpoint_bytes"
 """Metric with the size of the checkpoints."""
 BAD_ROWS = "predict_bad_rows"
 """Metric with the number of rows without a prediction; absent when all have one."""
+VALIDATED = "eval_"
+"""Beginning of the names of metrics that a training measured on validation rows."""
 _SECONDS_PER_HOUR = 3600
 
 
@@ -58,7 +60,7 @@ def metrics_of(report: TrainerReport) -> dict[str, float]:
     figures = _numbers(section)
     if report.stage is not Stage.TRAIN:
         return figures
-    return {name if name.startswith("eval_") else f"train_{name}": value for name, value in figures.items()}
+    return {name if name.startswith(VALIDATED) else f"train_{name}": value for name, value in figures.items()}
 
 
 def _numbers(metrics: Mapping[str, JsonValue]) -> dict[str, float]:
@@ -74,10 +76,25 @@ def _numbers(metrics: Mapping[str, JsonValue]) -> dict[str, float]:
 
 
 def headline(metrics: Mapping[str, float], task: Task) -> str:
-    """Return the headline metric as `accuracy 0.854`: the first of the task's own, else a loss, else an empty text."""
+    """Return the headline metric as `accuracy 0.854`: the first of the task's own, of test rows before validation rows,
+    else a loss, else an empty text.
+    """
     own = [name for name in metrics if name in metrics_of_task(task) and name != LOSS]
-    name = next((name for name in (*own, LOSS, f"train_{LOSS}") if name in metrics), None)
+    validated = [f"{VALIDATED}{name}" for name in metrics_of_task(task) if name != LOSS]
+    names = (*own, *(name for name in metrics if name in validated), LOSS, f"{VALIDATED}{LOSS}", f"train_{LOSS}")
+    name = next((name for name in names if name in metrics), None)
     return "" if name is None else f"{name} {metrics[name]:.4g}"
+
+
+def result(metrics: Mapping[str, float], spec: FineTuneJobSpec) -> str | None:
+    """Return the metric of the gate with its limit as `f1 0.91 (gate 0.9)`, else the headline metric; None if there is
+    none.
+    """
+    gate = None if spec.evaluation is None else spec.evaluation.gate
+    if gate is None or gate.metric not in metrics:
+        return headline(metrics, spec.task) or None
+    limit = gate.maximum if gate.minimum is None else gate.minimum
+    return f"{gate.metric} {metrics[gate.metric]:.4g} (gate {limit:.4g})"
 
 
 def job_folder(spec: FineTuneJobSpec, job: str) -> str:
@@ -122,7 +139,9 @@ def artifacts(
     if stage is Stage.EVALUATE:
         changes["judged_optimization"] = _judged_optimization(report)
     if stage in (Stage.TRAIN, Stage.EVALUATE):
-        changes["metrics"] = {**before.metrics, **metrics_of(report)}
+        figures = metrics_of(report)
+        changes["metrics"] = {**before.metrics, **figures}
+        changes["result"] = result(figures, spec) or before.result
     if stage is Stage.PREDICT and (bad := _numbers(report.metrics).get("bad_rows")):
         changes["metrics"] = {**before.metrics, BAD_ROWS: bad}
     return before.model_copy(update=changes)

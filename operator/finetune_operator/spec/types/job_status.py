@@ -58,7 +58,9 @@ class ProgressStatus(StatusModel):
     percent: int | None = Field(
         default=None, ge=0, le=100, description="Completed share of the running stage, in percent."
     )
-    loss: float | None = Field(default=None, description="Training loss.")
+    loss: float | None = Field(
+        default=None, description="Training loss: for the built-in loop its mean over the last 20 steps."
+    )
     samples_per_second: float | None = Field(
         default=None, ge=0, description="Throughput over all processes, in rows per second."
     )
@@ -66,6 +68,8 @@ class ProgressStatus(StatusModel):
         default=None, ge=0, description="Throughput over all processes, in tokens per second."
     )
     remaining_seconds: float | None = Field(default=None, ge=0, description="Expected remaining time in seconds.")
+    complete: str | None = Field(default=None, max_length=20, description="`percent` as text, e.g. 42%.")
+    remaining: str | None = Field(default=None, max_length=20, description="`remainingSeconds` as text, e.g. 3h20m.")
     replaced_pods: int | None = Field(
         default=None, ge=0, description="Spark executors that were lost and replaced, a count. Unset if not known."
     )
@@ -159,6 +163,11 @@ class ArtifactsStatus(StatusModel):
     )
     predictions: str | None = Field(default=None, description="URI of the predictions.")
     metrics: dict[str, float] = Field(default_factory=dict, description="Final metrics.")
+    result: str | None = Field(
+        default=None,
+        max_length=128,
+        description="Metric of the gate with its limit, or the first of the task's metrics, as text.",
+    )
     judged_optimization: str | None = Field(
         default=None,
         max_length=63,
