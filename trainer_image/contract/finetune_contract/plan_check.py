@@ -17,6 +17,8 @@ from finetune_contract.report import TimePart
 
 OFF_SHARE = 0.15
 """Difference between measured and planned, as a fraction of planned, above which an estimate counts as off."""
+FAR_OFF = 2.0
+"""Factor between measured and planned above which an estimate is an event."""
 PROCESS, ALLOCATOR = "process", "allocator"
 """Terms of a plan's memory that are no tensors: what a process takes before it has any, and losses of the allocator."""
 TENSORS, TRAINING = "tensors", "training"
@@ -55,6 +57,8 @@ class MeasuredTraining(Message):
     """Median seconds of each part of a step."""
     with_communication: tuple[TimePart, ...] = ()
     """Parts whose communication cannot be separated from their computation."""
+    machine_shared: bool = False
+    """True if a process's machine had more runnable processes than cores, or its CPU limit stopped it often."""
 
 
 class Comparison(Message):
@@ -72,6 +76,11 @@ class Comparison(Message):
         """True if the estimate was wrong by more than `OFF_SHARE`."""
         return abs(self.ratio - 1) > OFF_SHARE
 
+    @property
+    def far_off(self) -> bool:
+        """True if the estimate was wrong by more than the factor `FAR_OFF`."""
+        return not 1 / FAR_OFF <= self.ratio <= FAR_OFF
+
 
 class PlanCheck(Message):
     """Estimates of a plan against what its training measured. None: not estimated, or not measured."""
@@ -84,6 +93,10 @@ class PlanCheck(Message):
     def off(self) -> tuple[str, ...]:
         """Return a sentence for each estimate that was off."""
         return tuple(text for text, comparison in self._sentences() if comparison.off)
+
+    def far_off(self) -> tuple[str, ...]:
+        """Return a sentence for each estimate that was far off."""
+        return tuple(text for text, comparison in self._sentences() if comparison.far_off)
 
     def sentences(self) -> tuple[str, ...]:
         """Return a sentence for each estimate."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ASSUMED_LABELS = 2
 """Labels of the head while the data are unknown; each further label adds only hidden_size + 1 parameters."""
-_CGROUP = Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
 _NO_LIMIT_BYTES = 1 << 60
 """Value above which a cgroup v1 limit means "no limit"."""
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
@@ -216,10 +216,10 @@ def hardware_facts() -> HardwareFacts:
     )
 
 
-def usable_cores(cgroup: Path = _CGROUP) -> int:
+def usable_cores(cgroup: Path = CGROUP) -> int:
     """Count the cores by affinity and by the CPU quota, at least 1."""
     cores = float(len(os.sched_getaffinity(0)))
-    for folder in _cgroup_folders(cgroup):
+    for folder in cgroup_folders(cgroup):
         quota, _, period = (_text(folder / "cpu.max") or "max 100000").partition(" ")
         if quota != "max" and float(period) > 0:
             cores = min(cores, float(quota) / float(period))
@@ -229,19 +229,17 @@ def usable_cores(cgroup: Path = _CGROUP) -> int:
     return max(1, int(cores))
 
 
-def usable_memory_bytes(cgroup: Path = _CGROUP) -> int:
+def usable_memory_bytes(cgroup: Path = CGROUP) -> int:
     """Return the physical memory, or the container's limit when that is less."""
     limits = [psutil.virtual_memory().total]
-    files = [folder / "memory.max" for folder in _cgroup_folders(cgroup)] + [
-        cgroup / "memory" / "memory.limit_in_bytes"
-    ]
+    files = [folder / "memory.max" for folder in cgroup_folders(cgroup)] + [cgroup / "memory" / "memory.limit_in_bytes"]
     for text in map(_text, files):
         if text and text != "max" and int(text) < _NO_LIMIT_BYTES:
             limits.append(int(text))
     return int(min(limits))
 
 
-def _cgroup_folders(cgroup: Path) -> list[Path]:
+def cgroup_folders(cgroup: Path) -> list[Path]:
     """Return the folders of this process's cgroup v2 and its parents; inside a container the root is its own group."""
     group = next(
         (

@@ -65,6 +65,7 @@ from finetune_trainer.training.run_results import (
     write_outcome,
 )
 from finetune_trainer.training.saving import RunSaver
+from finetune_trainer.training.shared_machine import SharedMachine
 from finetune_trainer.training.stopping import EarlyStopper, NeverStop
 from finetune_trainer.training.timing import PartClock, moments_of
 from finetune_trainer.training.tracking import Tracked, tracking
@@ -111,7 +112,7 @@ def train(
     clock = PartClock(moments_of(training.world.device))
     quiet_transformers()
     strategy = strategy_for(training, deepspeed, paths.offload)
-    memory_before = resident_peak()
+    memory_before, machine = resident_peak(), SharedMachine()
     run = _run_of(job, training, paths, world, strategy, fp8_without_units=fp8_without_units)
     stopper = _stopper(run)
     history = History(paths.history)
@@ -137,6 +138,7 @@ def train(
     give_back_freed_memory()
     with trained_weights(run, loop.placed, stopper) as weights:
         peaks = gathered(peak_memory(training.world.device, loop.placed, memory_before))
+        machine_shared = any(gathered(machine.seen()))
         if not world.is_main:
             return Outcome({}, {}, run.prepared.facts.fingerprint)
         shutil.rmtree(paths.offload, ignore_errors=True)  # all ranks have synchronised in `gathered`
@@ -144,7 +146,8 @@ def train(
     spent, seconds = clock.lap(), time.monotonic() - started
     observer.on_pause(loop.state.global_step, spent)
     lines = history.read()
-    measurements = Measurements(measured_training(lines, saver.first_step, strategy, peaks), planned)
+    measured = measured_training(lines, saver.first_step, strategy, peaks, machine_shared=machine_shared)
+    measurements = Measurements(measured, planned)
     done = {"seconds": seconds, "steps": loop.state.global_step, **loop.engine.compiled.figures()}
     surroundings = measured_surroundings(devices, communication)
     return write_outcome(run, RunFigures(lines), done, peaks, measurements, stopper, clock, surroundings)

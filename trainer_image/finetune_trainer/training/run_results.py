@@ -63,7 +63,12 @@ class Measurements:
 
 
 def measured_training(
-    lines: Sequence[Mapping[str, Any]], first_step: int, strategy: Strategy, peaks: list[PeakMemory]
+    lines: Sequence[Mapping[str, Any]],
+    first_step: int,
+    strategy: Strategy,
+    peaks: list[PeakMemory],
+    *,
+    machine_shared: bool,
 ) -> MeasuredTraining:
     """Return the measurements of an attempt that began after `first_step`: time of its steps by the history's lines,
     and memory of its fullest process.
@@ -78,6 +83,7 @@ def measured_training(
         step_seconds=step.seconds,
         step_parts=step.parts,
         with_communication=tuple(part for part in strategy.communicates_in if part in step.parts),
+        machine_shared=machine_shared,
     )
 
 

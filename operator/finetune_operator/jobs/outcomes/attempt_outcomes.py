@@ -16,7 +16,7 @@ from finetune_operator.jobs.outcomes.remedies import Cause, CauseClass, Operator
 from finetune_operator.jobs.outcomes.spot import with_preemption
 from finetune_operator.jobs.state.decision_state import ReconcileState
 from finetune_operator.jobs.state.decision_types import ObjectRef
-from finetune_operator.jobs.state.plan_checks import PLAN_INACCURATE, plan_check
+from finetune_operator.jobs.state.plan_checks import PLAN_INACCURATE, inaccuracy, plan_check
 from finetune_operator.jobs.state.planned import (
     NoReasonToReplan,
     NothingLeftToAdapt,
@@ -75,10 +75,11 @@ def stage_succeeded(state: ReconcileState, stage: StageStatus, report: TrainerRe
 
 
 def _with_plan_check(state: ReconcileState, stage: StageStatus, report: TrainerReport) -> ReconcileState:
-    """Compare the plan with the measurements of its training, and add an event if an estimate was off."""
+    """Compare the plan with the measurements of its training, and add an event if an estimate was far off."""
     check = plan_check(state.status.plan, stage, report)
     state = state.with_status(plan_check=check)
-    return state if check is None or not check.message else state.with_event(PLAN_INACCURATE, check.message)
+    far_off = "" if check is None else inaccuracy(check, report)
+    return state.with_event(PLAN_INACCURATE, far_off) if far_off else state
 
 
 def _replanned(state: ReconcileState, stage: StageStatus) -> ReconcileState:

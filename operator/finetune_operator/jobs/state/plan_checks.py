@@ -11,7 +11,9 @@ from finetune_operator.spec.types import ComparisonStatus, PlanCheckStatus, Plan
 TOTAL = "total"
 """Entry of `PlanStatus.memory_per_device` with the sum of all others."""
 PLAN_INACCURATE = "PlanInaccurate"
-"""Reason of the event about estimates that were off."""
+"""Reason of the event about estimates that were far off."""
+SHARED = "Its processors were shared with other programs, or limited."
+"""Sentence after the time of a step on such a machine."""
 
 
 def plan_check(plan: PlanStatus | None, stage: StageStatus, report: TrainerReport) -> PlanCheckStatus | None:
@@ -30,8 +32,22 @@ def plan_check(plan: PlanStatus | None, stage: StageStatus, report: TrainerRepor
         device=plan.product,
         memory=_status(check.memory),
         step_time=_status(check.step_time),
-        message=" ".join(check.off()),
+        message=" ".join([*check.off(), *([SHARED] if _slowed(check, measured) else [])]),
     )
+
+
+def inaccuracy(check: PlanCheckStatus, report: TrainerReport) -> str:
+    """Return the sentences of an event: on estimates that were far off, and on the time of a step only if the training
+    had its processors to itself.
+    """
+    comparison, measured = plan_check_of(check), measured_training(report)
+    if measured is not None and measured.machine_shared:
+        comparison = comparison.model_copy(update={"step_time": None})
+    return " ".join(comparison.far_off())
+
+
+def _slowed(check: PlanCheck, measured: MeasuredTraining) -> bool:
+    return measured.machine_shared and check.step_time is not None and check.step_time.off and check.step_time.ratio > 1
 
 
 def plan_check_of(status: PlanCheckStatus) -> PlanCheck:
