@@ -24,6 +24,7 @@ Requests in use, which are those that the Roles in manifests/operator grant:
 | authentication.k8s.io | tokenreviews | create | cluster | tokens of progress posts (progress.tokens: review) |
 | none | /.well-known/openid-configuration /openid/v1/jwks | get | cluster | the same (progress.tokens: keys) |
 | coordination.k8s.io | leases | get create update | own | leadership (leader.py) |
+| apps | deployments | get | own | owner of the Lease |
 | "" | secrets | get create update | own | the progress server's certificate |
 | "" | serviceaccounts | get | jobs | what a reviewed job names (the chart's webhook.enabled) |
 | storage.k8s.io, scheduling.k8s.io | storageclasses, priorityclasses | get | cluster | the same |

@@ -6,6 +6,9 @@ again; it keeps its view of the cluster, and so takes over at once.
 A replica that cannot renew stops before the Lease ends, by its own clock and whatever its requests are doing. A write
 that is still under way then does no harm: every write names the version that it was computed from (see reconciler.py).
 
+The Lease belongs to the operator's Deployment, and goes with it: an uninstallation takes the rights before the holder
+has stopped, which then cannot release it.
+
 The stand-by relays progress to the address that is in the holder's name.
 """
 
@@ -34,11 +37,11 @@ from pydantic import JsonValue
 from finetune_operator.controller.cluster.kube import Kube
 from finetune_operator.jobs.render.render_types import Manifest
 from finetune_operator.kubernetes_api.errors import ApiError, UnavailableError
-from finetune_operator.kubernetes_api.resources import LEASE
+from finetune_operator.kubernetes_api.resources import DEPLOYMENT, LEASE
 
 log = logging.getLogger(__name__)
 
-LEASE_NAME = "finetune-operator"
+LEASE_NAME = DEPLOYMENT_NAME = "finetune-operator"
 LEASE_SECONDS = 15
 RENEW_SECONDS = 12.0
 """Without a renewal for this long, the leader stops acting: before the Lease ends."""
@@ -95,7 +98,7 @@ class LeaseLock(BaseLock):
 
     async def create(self, name: str, namespace: str, election_record: LeaderElectionRecord) -> bool:
         """Create the Lease; return whether it is ours now."""
-        metadata: dict[str, JsonValue] = {"name": name, "namespace": namespace}
+        metadata: dict[str, JsonValue] = {"name": name, "namespace": namespace, **await self._owner()}
         lease: Manifest = {"apiVersion": LEASE.api_version, "kind": LEASE.kind, "metadata": metadata}
         return await self._acquired(self._kube.create({**lease, "spec": self._lease_spec(None)}, namespace))
 
@@ -104,6 +107,10 @@ class LeaseLock(BaseLock):
         if self._lease is None:
             return False
         lease = {**self._lease, "spec": self._lease_spec(_spec(self._lease))}
+        if _spec(self._lease).get("holderIdentity") != self.identity:
+            metadata = self._lease["metadata"]
+            assert isinstance(metadata, dict), "the API server returned an object without metadata"
+            lease["metadata"] = {**metadata, **await self._owner()}
         return await self._acquired(self._kube.replace(lease, namespace, name))
 
     async def release(self) -> None:
@@ -113,6 +120,23 @@ class LeaseLock(BaseLock):
         if spec.get("holderIdentity") == self.identity:
             free = {**lease, "spec": {**spec, "holderIdentity": ""}}
             await self._within(self._kube.replace(free, self.namespace, LEASE_NAME))
+
+    async def _owner(self) -> dict[str, JsonValue]:
+        """Return the metadata that make the Deployment the owner; empty without one, as for a process outside."""
+        try:
+            deployment = await self._within(self._kube.get(DEPLOYMENT, self.namespace, DEPLOYMENT_NAME))
+        except ApiError as error:
+            log.info("the Lease gets no owner: %s", error)
+            return {}
+        metadata = deployment.get("metadata")
+        uid = metadata.get("uid") if isinstance(metadata, dict) else None
+        owner: JsonValue = {
+            "apiVersion": DEPLOYMENT.api_version,
+            "kind": DEPLOYMENT.kind,
+            "name": DEPLOYMENT_NAME,
+            "uid": uid,
+        }
+        return {"ownerReferences": [owner]}
 
     def _lease_spec(self, before: Mapping[str, JsonValue] | None) -> dict[str, JsonValue]:
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
