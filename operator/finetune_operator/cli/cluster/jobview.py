@@ -377,7 +377,7 @@ def next_commands(job: ClusterJob, program: str, flags: str) -> tuple[str, ...]:
 def print_table(console: Console, jobs: Sequence[ClusterJob], now: datetime, with_namespace: bool) -> None:
     """Print one row per job, with the columns of `kubectl get ftj`."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    columns = ["NAME", "PHASE", "STAGE", "PROGRESS", "LOSS", "ETA", "ROWS/S", "RESULT", "RESTARTS", "AGE"]
+    columns = ["NAME", "PHASE", "STAGE", "REASON", "PROGRESS", "LOSS", "ETA", "ROWS/S", "RESULT", "RESTARTS", "AGE"]
     for column in ["NAMESPACE", *columns] if with_namespace else columns:
         table.add_column(column, no_wrap=True)
     for job in jobs:
@@ -387,6 +387,7 @@ def print_table(console: Console, jobs: Sequence[ClusterJob], now: datetime, wit
             Text(job.name),
             Text(phase, style=PHASE_STYLES.get(phase, "")),
             status.stage.value if status.stage else "",
+            next((one.reason for one in status.conditions if one.type == "Ready"), ""),
             f"{progress.percent} %" if progress.percent is not None and running else "",
             f"{progress.loss:.3f}" if progress.loss is not None else "",
             human_seconds(progress.remaining_seconds) if progress.remaining_seconds is not None and running else "",
