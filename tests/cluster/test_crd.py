@@ -408,7 +408,7 @@ def test_suspend_time_to_live_and_endpoint_may_change_at_any_time(started: Clust
 def test_kubectl_explains_fields_and_shows_columns(started: Cluster) -> None:
     explained = started.must("explain", "ftj.spec.training")
     assert "Rows per optimizer step over all processes, kept exactly" in re.sub(r"\s+", " ", explained)
-    columns = ["NAME", "PHASE", "STAGE", "PROGRESS", "LOSS", "ETA", "ROWS/S", "RESULT", "RESTARTS", "AGE"]
+    columns = ["NAME", "PHASE", "STAGE", "REASON", "PROGRESS", "LOSS", "ETA", "ROWS/S", "RESULT", "RESTARTS", "AGE"]
     assert started.must("get", "ftj", "started").split("\n")[0].split() == columns
     assert started.must("get", "finetune", "-o", "wide").split("\n")[0].split() == [
         *columns,

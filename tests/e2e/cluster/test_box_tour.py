@@ -143,10 +143,10 @@ def test_the_tour_is_there() -> None:
 
 def test_watch_shows_every_phase_and_the_progress(tour: dict[str, str]) -> None:
     header, *lines = [line.split() for line in output_of(tour, WATCH).splitlines()]
-    assert header[:9] == ["NAME", "PHASE", "STAGE", "PROGRESS", "LOSS", "ETA", "ROWS/S", "RESULT", "RESTARTS"]
+    assert " ".join(header[:10]) == "NAME PHASE STAGE REASON PROGRESS LOSS ETA ROWS/S RESULT RESTARTS"
     phases = list(dict.fromkeys(line[1] for line in lines if len(line) > 2))
     assert phases[-5:] == ["Preparing", "Training", "Evaluating", "Predicting", "Succeeded"]
-    percentages = {int(line[3].rstrip("%")) for line in lines if line[1] == "Training" and len(line) >= 8}
+    percentages = {int(line[4].rstrip("%")) for line in lines if line[1] == "Training" and len(line) >= 9}
     assert percentages - {0, 100}, lines
 
 

@@ -51,7 +51,7 @@ READ_SECONDS = 1
 FAILED_POD_SECONDS = 60
 """Maximum run time of a child after one of its pods has failed: its own controller usually ends it at once."""
 ECHO_SECONDS = 90
-"""Same for a pod that reports the loss of others: Kubernetes marks pods of a silent node after 50 s, seen after 60 s."""
+"""Same for a pod that reports the loss of others: pods of a silent node are marked after 50 s, seen after 60 s."""
 
 
 def settle(state: ReconcileState) -> ReconcileState:
