@@ -1,19 +1,24 @@
-"""Connections to a real API server that die in silence, and watches from versions that its storage has forgotten."""
+"""Connections to a real API server that die in silence, watches from versions that its storage has forgotten, and the
+Lease of an operator that is uninstalled.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cluster_support.api_access import Api, Object, path_of, wait_until
 from cluster_support.background import Background
-from cluster_support.control_plane import Cluster, running_cluster
+from cluster_support.control_plane import Cluster, needs_controllers, running_cluster
 from cluster_support.deaf_proxy import DeafProxy
 from cluster_support.fault_proxy import NONE, FaultProxy, Faults
-from cluster_support.operator_process import OperatorProcess, install
+from cluster_support.operator_process import MANIFESTS, OperatorProcess, install
+from cluster_support.operator_process import NAMESPACE as SYSTEM
 from cluster_support.world import BASE, SETTINGS, condition, install_kinds, merged
 from finetune_operator.spec.types import API_VERSION, KIND, PLURAL
 
@@ -108,3 +113,22 @@ def test_leader_stays_when_its_open_connections_die(cluster: Cluster, background
     finally:
         operator.terminate()
         proxy.down()
+
+
+def test_lease_goes_with_the_deployment_though_rights_went_first(cluster: Cluster, tmp_path: Path) -> None:
+    """As in `helm uninstall`: when the operator is told to stop, it may not release the Lease any more."""
+    needs_controllers(cluster)
+    rendered = list(yaml.safe_load_all(cluster.must("kustomize", str(MANIFESTS))))
+    deployment = json.dumps(next(one for one in rendered if one["kind"] == "Deployment"))
+    cluster.must("apply", "--server-side", "-f", "-", stdin=deployment)
+    lease = ("get", "lease", "finetune-operator", "-n", SYSTEM)
+    operator = OperatorProcess(cluster, tmp_path, SETTINGS)
+    operator.start()
+    try:
+        wait_until(lambda: "this replica leads now" in operator.logs(), "it leads", detail=operator.logs)
+        cluster.must("delete", "deployment", "finetune-operator", "-n", SYSTEM)
+        cluster.must("delete", "rolebinding", "finetune-operator", "-n", SYSTEM)
+    finally:
+        operator.terminate()
+    gone = lambda: "NotFound" in cluster.kubectl(*lease).stderr  # noqa: E731
+    wait_until(gone, "the Lease is gone", detail=lambda: cluster.kubectl(*lease, "-o", "yaml").stdout)

@@ -35,7 +35,7 @@ from finetune_operator.jobs.decide.decide import decide
 from finetune_operator.jobs.fleet_metrics import Fleet
 from finetune_operator.jobs.render.render_types import ProgressEndpoint
 from finetune_operator.jobs.state.decision_types import NO_FINDINGS, Findings
-from finetune_operator.kubernetes_api.errors import NoClusterError
+from finetune_operator.kubernetes_api.errors import NoAnswerError, NoClusterError
 from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.spec.status_times import stamp
 from finetune_operator.spec.types import API_VERSION, KIND, FineTuneJobStatus, ProgressStatus, StageStatus
@@ -149,11 +149,12 @@ def operator_state() -> OperatorState:
     return state
 
 
+NO_ANSWER = NoAnswerError("get /x", 0, "", "no answer")
 DEAF: dict[str, Callable[[OperatorState], object]] = {
     "another replica leads": lambda state: state.leading.clear(),
     "pods are not known yet": lambda state: state.synced.clear(),
     "progress is not served": lambda state: setattr(state, "progress_endpoint", None),
-    "the API server is away, which knows the tokens": lambda state: state.kube.outage.failed(),
+    "the API server is away, which knows the tokens": lambda state: state.kube.outage.failed(NO_ANSWER),
 }
 
 

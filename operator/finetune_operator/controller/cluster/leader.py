@@ -84,6 +84,8 @@ class LeaseLock(BaseLock):
         self._lease: Manifest | None = None
         self.failure: ApiError | None = None
         """Error of the last request, if it had one."""
+        self._owned: dict[str, JsonValue] = {}
+        """Metadata of the Lease that name its owner."""
 
     async def get(self, name: str, namespace: str) -> Any:
         """Return True and the record, or False and the reason."""
@@ -122,21 +124,19 @@ class LeaseLock(BaseLock):
             await self._within(self._kube.replace(free, self.namespace, LEASE_NAME))
 
     async def _owner(self) -> dict[str, JsonValue]:
-        """Return the metadata that make the Deployment the owner; empty without one, as for a process outside."""
+        """Return the metadata that make the Deployment the owner; empty without one, as for a process outside. Once it
+        is deleted, they still name it: a Lease that is created then is deleted too.
+        """
         try:
             deployment = await self._within(self._kube.get(DEPLOYMENT, self.namespace, DEPLOYMENT_NAME))
         except ApiError as error:
-            log.info("the Lease gets no owner: %s", error)
-            return {}
+            log.info("the Deployment of this operator cannot be read: %s", error)
+            return self._owned
         metadata = deployment.get("metadata")
         uid = metadata.get("uid") if isinstance(metadata, dict) else None
-        owner: JsonValue = {
-            "apiVersion": DEPLOYMENT.api_version,
-            "kind": DEPLOYMENT.kind,
-            "name": DEPLOYMENT_NAME,
-            "uid": uid,
-        }
-        return {"ownerReferences": [owner]}
+        named: dict[str, JsonValue] = {"apiVersion": DEPLOYMENT.api_version, "kind": DEPLOYMENT.kind}
+        self._owned = {"ownerReferences": [{**named, "name": DEPLOYMENT_NAME, "uid": uid}]}
+        return self._owned
 
     def _lease_spec(self, before: Mapping[str, JsonValue] | None) -> dict[str, JsonValue]:
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
