@@ -967,6 +967,14 @@ def test_restart_after_new_progress_is_free_and_others_count():
     assert next(one for one in world.job().status.stages if one.name == "train").furthest_step == 7
 
 
+def test_failed_attempt_counts_steps_that_no_status_shows_yet():
+    world = training()
+    world.progress = ProgressStatus(step=7, total_steps=100)
+    world.fail(FailureClass.COLLECTIVE)
+    assert restarts(world) == (1, 0)
+    assert next(one for one in world.job().status.stages if one.name == "train").furthest_step == 7
+
+
 def test_progress_counts_after_any_failure_of_the_attempt():
     world = training()
     at_step(world, 50)

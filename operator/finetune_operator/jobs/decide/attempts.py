@@ -72,6 +72,7 @@ def _process_stage(state: ReconcileState, stage: StageStatus) -> ReconcileState:
             return _stop_outdated(state, stage, newest)
     if stage.state != "Running":
         return state
+    state = _with_reports(state, stage)
     if newest is None or newest.attempt < stage.attempt:
         return state if state.spec.run_policy.suspend else attempt_failed(state, stage, _deleted(stage))
     every = state.pods(stage.name, stage.attempt)
@@ -84,6 +85,15 @@ def _process_stage(state: ReconcileState, stage: StageStatus) -> ReconcileState:
         case "Pending" | "Running" | "Suspended":
             state, stage = report_replaced_pods(state, stage, newest, every)
             return _underway(state, stage, newest, pods)
+
+
+def _with_reports(state: ReconcileState, stage: StageStatus) -> ReconcileState:
+    """Add the reports of the attempt: stored progress is older, and the next attempt depends on the last step."""
+    progress, stored = state.observed.progress, state.stored(stage.name)
+    recorded = stored is not None and (stored.state, stored.attempt) == ("Running", stage.attempt)
+    if progress is None or not recorded:
+        return state
+    return with_findings(state.with_status(progress=progress), state.observed.findings)
 
 
 def _adopted(state: ReconcileState, stage: StageStatus, child: ChildView) -> tuple[ReconcileState, StageStatus]:
@@ -216,7 +226,7 @@ def _underway(state: ReconcileState, stage: StageStatus, child: ChildView, pods:
         return state.with_findings(waiting=f"{child.ref.kind} {child.ref.name} is suspended.{detail}")
     if (over := _over_since(child, pods)) is not None:
         return _unnoticed(state, stage, child, pods, over)
-    return _with_progress(state, stage, child, pods)
+    return _watch_progress(state, stage, child, pods)
 
 
 def _over_since(child: ChildView, pods: Sequence[PodView]) -> datetime | None:
@@ -236,21 +246,17 @@ def _unnoticed(
     if until <= state.now:
         return _succeeded(state, stage, replace(child, finished=over), pods)
     if state.now < report_at:
-        return _with_progress(state.requeue(report_at), stage, child, pods)
+        return _watch_progress(state.requeue(report_at), stage, child, pods)
     return state.requeue(until).with_findings(
         waiting=f"All pods of {child.ref.kind} {child.ref.name} have succeeded; waiting for its controller to end it. "
         f"At {stamp(until)} the stage goes on without that."
     )
 
 
-def _with_progress(
+def _watch_progress(
     state: ReconcileState, stage: StageStatus, child: ChildView, pods: Sequence[PodView]
 ) -> ReconcileState:
-    """Update a running attempt: its reported progress, and a warning or an end when it reports nothing new."""
-    progress, stored = state.observed.progress, state.stored(stage.name)
-    recorded = stored is not None and (stored.state, stored.attempt) == ("Running", stage.attempt)
-    if progress is not None and recorded:
-        state = with_findings(state.with_status(progress=progress), state.observed.findings)
+    """Warn of a running attempt that reports nothing new, and end it at last."""
     gap = progress_gap(state.job, state.observed, state.settings, stage.name, stage.attempt)
     # Once a pod has failed or is being deleted, the attempt is ending: silence is an echo, and ends have own limits.
     ending = any(pod.phase == "Failed" for pod in pods) or _terminating(pods)
