@@ -24,7 +24,12 @@ from finetune_operator.controller.lifecycle import Options
 from finetune_operator.controller.operator_options import LogFormat, LogLevel
 from finetune_operator.controller.process import run
 from finetune_operator.controller.reconcile.operator_state import OperatorState, ProgressBook, ReportWindow
-from finetune_operator.controller.reconcile.reconciler import only_progress_differs, status_body
+from finetune_operator.controller.reconcile.status_writing import (
+    attempt_seconds,
+    only_progress_differs,
+    progress_interval,
+    status_body,
+)
 from finetune_operator.controller.servers.progress_protocol import AttemptKey
 from finetune_operator.controller.servers.progress_server import KnownPod
 from finetune_operator.controller.servers.serving import OperatorView
@@ -65,6 +70,44 @@ FURTHER = STATUS.model_copy(update={"progress": ProgressStatus(step=11, total_st
 )
 def test_a_status_that_differs_in_progress_alone_may_wait(new: FineTuneJobStatus, expected: bool):
     assert only_progress_differs(new, STATUS) is expected
+
+
+@pytest.mark.parametrize(
+    ("shortest", "minutes", "reporting", "seconds"),
+    [
+        pytest.param(5, 0, 1, 5, id="it has just begun"),
+        pytest.param(5, 5, 1, 5, id="a short training: the setting"),
+        pytest.param(5, 10, 1, 10, id="a longer one: a sixtieth of its time"),
+        pytest.param(5, 30, 1, 30, id="half an hour: the longest"),
+        pytest.param(5, 6000, 1, 30, id="days"),
+        pytest.param(5, 0, 50, 5, id="as many as may be written every five seconds"),
+        pytest.param(5, 0, 500, 50, id="many share ten writes a second"),
+        pytest.param(5, 6000, 100, 30, id="long ones, and not too many"),
+        pytest.param(120, 6000, 500, 120, id="the setting is longer than both"),
+    ],
+)
+def test_progress_is_written_less_often_by_age_and_number(
+    shortest: float, minutes: float, reporting: int, seconds: float
+):
+    assert progress_interval(shortest, 60 * minutes, reporting) == seconds
+
+
+def test_attempt_counts_from_when_all_its_pods_run():
+    noon = NOON
+    placed = StageStatus(name="train", state="Running", attempt=2, start_time=noon - timedelta(minutes=9))
+    running = placed.model_copy(update={"running_since": noon - timedelta(minutes=4)})
+    ages = [
+        attempt_seconds(STATUS.model_copy(update={"stages": (stage,)}), noon)
+        for stage in (placed, running, running.model_copy(update={"state": "Succeeded"}))
+    ]
+    assert ages == [540, 240, 0]
+
+
+def test_jobs_that_have_reported_lately_are_counted():
+    book = ProgressBook()
+    for uid in ("running", "ended", "running"):
+        book.note(uid, Stage.TRAIN, 1, ProgressStatus(step=1), "", NOON)
+    assert [book.reporting(since) for since in (0.0, book.last_report_at("ended"))] == [2, 1]
 
 
 def test_a_status_that_was_written_reads_back_as_equal():

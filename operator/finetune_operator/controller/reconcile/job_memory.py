@@ -43,8 +43,8 @@ class JobMemory:
     """Newest events of the objects that keep its attempt from starting."""
     queued: set[tuple[str, str, str]] = field(default_factory=set)
     """Events that were queued: version of the job that they were decided at, reason, message."""
-    progress_written: float = float("-inf")
-    """Time when the status was written last, on the monotonic clock."""
+    progress_due: float = float("-inf")
+    """Time from which the status may be written for progress alone, on the monotonic clock."""
     checked_update: float = float("-inf")
     """Time of the last update after which the attempt was read again already."""
     plans: PlanTable = field(default_factory=PlanTable)

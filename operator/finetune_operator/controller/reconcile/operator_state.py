@@ -96,6 +96,10 @@ class ProgressBook:
         """Return when the job's last report came, on the monotonic clock; 0.0: never."""
         return self._reported_at.get(job_uid, 0.0)
 
+    def reporting(self, since: float) -> int:
+        """Return how many jobs have reported since then, on the monotonic clock."""
+        return sum(at > since for at in self._reported_at.values())
+
     def forget(self, job_uid: str) -> None:
         """Forget a deleted job."""
         self._newest.pop(job_uid, None)

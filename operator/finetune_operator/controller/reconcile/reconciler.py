@@ -18,8 +18,6 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from pydantic import JsonValue
-
 from finetune_operator.controller.cluster.discovery import Discovery
 from finetune_operator.controller.cluster.node_reading import NodeReading
 from finetune_operator.controller.reconcile.foreign_objects import ForeignObjects
@@ -28,6 +26,12 @@ from finetune_operator.controller.reconcile.job_memory import JobMemory, Reading
 from finetune_operator.controller.reconcile.job_objects import JobObjects
 from finetune_operator.controller.reconcile.operator_state import OperatorState, is_new
 from finetune_operator.controller.reconcile.planner import Planner
+from finetune_operator.controller.reconcile.status_writing import (
+    attempt_seconds,
+    only_progress_differs,
+    progress_interval,
+    status_body,
+)
 from finetune_operator.controller.store.fair_queue import FairAsyncQueue
 from finetune_operator.controller.store.queue import JobKey
 from finetune_operator.controller.store.store import JobId
@@ -78,6 +82,8 @@ StatusWrite: TypeAlias = Callable[[], Coroutine[Any, Any, Outcome]]
 
 STALE_SECONDS = 300.0
 """After this long without an update of a running attempt, the API server is asked once whether one was lost."""
+SILENT_SECONDS = 60.0
+"""A job that has reported nothing for this long is not counted among those that report."""
 FIRST_RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 60.0
 WAITS_SHOWN_A_SECOND = 10
@@ -415,7 +421,7 @@ class Reconciler:
     ) -> Outcome:
         if decision.status == job.status:
             return "done"
-        wait = memory.progress_written + self._state.settings.progress.status_seconds - time.monotonic()
+        wait = memory.progress_due - time.monotonic()
         if wait > 0 and only_progress_differs(decision.status, job.status):
             self._state.queue.add_after(key, wait)
             return "done"
@@ -431,7 +437,7 @@ class Reconciler:
             self._state.store.mark_deleted(FINETUNE_JOB.group_kind, key.namespace, key.name, job.uid)
             self.forget(key)
             return "gone"
-        memory.progress_written = time.monotonic()
+        memory.progress_due = time.monotonic() + self._progress_interval(decision.status)
         await self._state.put(written)
         if not only_progress_differs(decision.status, job.status):
             # Steps that wait for the stored status (deleting a failed attempt's pods) can be done now, and no event
@@ -440,6 +446,14 @@ class Reconciler:
         self._state.measurements.status_written(job, decision.status)
         _log_transition(key, job.status, decision.status)
         return "done"
+
+    def _progress_interval(self, status: FineTuneJobStatus) -> float:
+        """Return the seconds until progress alone is written again, with jitter: else jobs that start together are
+        written together for ever.
+        """
+        shortest, age = self._state.settings.progress.status_seconds, attempt_seconds(status, self._state.now())
+        reporting = self._state.progress.reporting(time.monotonic() - SILENT_SECONDS)
+        return progress_interval(shortest, age, reporting) * (1 + random.random() / 4)
 
     async def _read_again(self, key: JobKey) -> None:
         try:
@@ -504,17 +518,6 @@ class Reconciler:
         if memory is not None:
             self._state.progress.forget(memory.uid)
             self._state.ending.discard(memory.uid)
-
-
-def status_body(status: FineTuneJobStatus) -> dict[str, JsonValue]:
-    """Return the status as it is written; unknown values are left out, and so removed by server-side apply."""
-    body: dict[str, JsonValue] = status.model_dump(mode="json", by_alias=True, exclude_none=True)
-    return body
-
-
-def only_progress_differs(new: FineTuneJobStatus, old: FineTuneJobStatus) -> bool:
-    """Return whether nothing but the progress differs."""
-    return new.progress != old.progress and new.model_copy(update={"progress": old.progress}) == old
 
 
 def _log_transition(key: JobKey, old: FineTuneJobStatus, new: FineTuneJobStatus) -> None:

@@ -181,7 +181,10 @@ class Progress(SpecModel):
         "true.",
     )
     status_seconds: Annotated[float, Field(ge=0.1, le=3600)] = Field(
-        default=5, description="Minimum seconds between two updates of progress in a job's status. Defaults to 5."
+        default=5,
+        description="Minimum seconds between two updates of progress in a job's status. There are fewer of an attempt "
+        "that has run for more than 5 minutes (every sixtieth of its time, at least every 30 s), and with more than 50 "
+        "running jobs (10 a second for all of them). Defaults to 5.",
     )
 
 
