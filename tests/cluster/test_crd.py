@@ -368,6 +368,10 @@ FIXED = {
     "a free object": ({"training": {"arguments": {"tf32": True}}}, "spec.training"),
     "the number of nodes": ({"resources": {"nodes": 2}}, "spec.resources"),
     "another field of runPolicy": ({"runPolicy": {"maxRestarts": 9}}, "spec.runPolicy.maxRestarts"),
+    "two blocks": (
+        {"runPolicy": {"maxRestarts": 9}, "training": {"seed": 7}},
+        "spec.training, spec.runPolicy.maxRestarts",
+    ),
 }
 FREE = {
     "suspend": {"runPolicy": {"suspend": True}},
@@ -396,6 +400,16 @@ def test_spec_cannot_change_after_the_first_stage_has_started(started: Cluster, 
     assert ran.returncode != 0
     assert f"{field} cannot change after the first stage has started" in ran.stderr
     started.must("patch", "ftj", "waiting", *patch)
+
+
+def test_spec_stays_fixed_when_the_same_update_names_a_status(started: Cluster) -> None:
+    change = {"spec": {"training": {"seed": 7}}, "status": {"phase": "Training", "stages": []}}
+    ran = started.kubectl("patch", "ftj", "started", "--type=merge", "-p", json.dumps(change))
+    assert ran.returncode != 0
+    assert "spec.training cannot change after the first stage has started" in ran.stderr
+    patch = ("patch", "ftj", "started", "--subresource=status", "--type=merge", "--dry-run=server", "-o", "json")
+    written = json.loads(started.must(*patch, "-p", json.dumps(change)))
+    assert (written["spec"]["training"]["seed"], written["status"]["phase"]) == (42, "Training")
 
 
 @pytest.mark.parametrize("change", FREE)

@@ -51,8 +51,23 @@ def test_marks_are_found_at_every_depth() -> None:
 
 def test_api_server_has_a_rule_for_each_mark_with_the_same_sentence() -> None:
     spec = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
-    messages = {rule["message"] for rule in spec["x-kubernetes-validations"]}
+    rules = [rule for node in (spec, *spec["properties"].values()) for rule in node.get("x-kubernetes-validations", ())]
+    messages = {rule["message"] for rule in rules}
     assert {f"{row.path} is not supported in this version: {row.text(row.schemes)}" for row in ROWS} <= messages
+
+
+def test_rules_on_one_block_cost_nothing_without_it() -> None:
+    spec = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    read = [set(re.findall(r"self\.(\w+)", rule["rule"])) for rule in spec["x-kubernetes-validations"]]
+    optional = {name for name, block in spec["properties"].items() if "default" not in block and "properties" in block}
+    assert {"training", "predict", "endpoint"} <= optional
+    assert [names for names in read if len(names) == 1 and names <= optional] == []
+
+
+def test_write_of_a_status_compares_no_field_of_spec() -> None:
+    rules = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["x-kubernetes-validations"]
+    (frozen,) = [rule["rule"] for rule in rules if "oldSelf" in rule["rule"]]
+    assert "spec" not in frozen.partition("self.status != oldSelf.status || ")[0]
 
 
 def test_defaults_need_nothing_that_is_missing() -> None:

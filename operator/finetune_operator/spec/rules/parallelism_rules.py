@@ -5,10 +5,9 @@ from __future__ import annotations
 from finetune_operator.spec.rules.process_counts import (
     MODEL,
     SPREAD,
-    WORLD,
     WORLD_FIELDS,
-    WORLD_UNKNOWN,
     certain_processes,
+    with_ranks,
     world_size,
 )
 from finetune_operator.spec.rules.rule import NO_LOOP, Rule
@@ -61,7 +60,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "model-parallel-divides-world",
         "parallelism",
-        f"{WORLD_UNKNOWN} || ({WORLD}) % {MODEL} == 0",
+        f"{MODEL} == 1 || {with_ranks('world % model == 0')}",
         "needs a product of tensor, pipeline.degree and sequence that divides the number of processes",
         "change the degrees, the nodes or the processes",
         advice=_degrees_advice,

@@ -79,7 +79,6 @@ PROCESSES = (
     " ? 1 : 0)"
 )
 """CEL of `certain_processes`; 0: the plan decides."""
-WORLD = f"self.resources.nodes * {PROCESSES}"
 WORLD_FIELDS = (
     "resources.nodes",
     "resources.processesPerNode",
@@ -92,4 +91,11 @@ WORLD_FIELDS = (
     "parallelism.sequence",
 )
 """Fields that determine the number of data-parallel ranks."""
-WORLD_UNKNOWN = f"has(self.resources.elastic) || {PROCESSES} == 0"
+
+
+def with_ranks(holds: str) -> str:
+    """Return CEL that is `holds` on `world` and `model`: the processes over all nodes, 0 if the plan decides, and those
+    of one replica. A list of one item names a value in CEL, so that it is computed once.
+    """
+    world = f"has(self.resources.elastic) ? 0 : self.resources.nodes * {PROCESSES}"
+    return f"[{world}].all(world, [{MODEL}].all(model, {holds}))"

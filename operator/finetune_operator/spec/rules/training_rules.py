@@ -6,13 +6,11 @@ from math import gcd
 from typing import Literal
 
 from finetune_operator.spec.rules.process_counts import (
-    MODEL,
-    WORLD,
     WORLD_FIELDS,
-    WORLD_UNKNOWN,
     certain_ranks,
     nearest_multiples,
     replicas_on_cpu,
+    with_ranks,
 )
 from finetune_operator.spec.rules.rule import NO_LOOP, Rule, chosen_cel, loops, value_of
 from finetune_operator.spec.types import CheckpointEverySpec, FineTuneJobSpec, PipelineSpec
@@ -98,10 +96,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "global-batch-divides",
         "training.globalBatchSize",
-        # Arithmetic of _batch_unit, in two steps because CEL has no local variables.
-        f"{NO_LOOP} || self.training.globalBatchSize % "
-        f"((({WORLD_UNKNOWN}) || ({WORLD}) % {MODEL} != 0 ? 1 : ({WORLD}) / {MODEL})"
-        f" * (type({_MICRO}) == int ? int({_MICRO}) : 1)) == 0",
+        # Arithmetic of _batch_unit.
+        f"{NO_LOOP} || "
+        + with_ranks(
+            "self.training.globalBatchSize % ((world == 0 || world % model != 0 ? 1 : world / model)"
+            f" * (type({_MICRO}) == int ? int({_MICRO}) : 1)) == 0"
+        ),
         "must be a multiple of data-parallel ranks x spec.training.microBatchSize",
         "change it or spec.training.microBatchSize",
         advice=_batch_advice,

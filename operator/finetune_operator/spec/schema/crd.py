@@ -9,7 +9,7 @@ not run when the block is added or removed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import yaml
@@ -42,7 +42,6 @@ from finetune_operator.spec.fields.support import admission_rules
 from finetune_operator.spec.problems import HUB_TOKEN_PATTERN
 from finetune_operator.spec.rules import RULES
 from finetune_operator.spec.rules.resource_rules import MUTABLE
-from finetune_operator.spec.rules.rule import Rule
 from finetune_operator.spec.types import (
     API_VERSION,
     CATEGORY,
@@ -175,8 +174,11 @@ def _root() -> Schema:
             "pattern": LABEL_VALUE_PATTERN,
             "maxLength": 63,
         }
-    rules = [_validation(rule) for rule in RULES if rule.cel is not None]
-    spec["x-kubernetes-validations"] = [*rules, *map(dict, admission_rules())]
+    for rule in RULES:
+        if rule.cel is not None:
+            _add_rule(spec, rule.cel, f"{rule.path} {rule.text}: {rule.hint}", f".{rule.path}")
+    for row in admission_rules():
+        _add_rule(spec, row["rule"], row["message"], row["fieldPath"])
     return {
         "type": "object",
         "description": "Fine-tunes, evaluates and serves a Hugging Face model.",
@@ -193,7 +195,7 @@ def _root() -> Schema:
                 "rule": f"self.metadata.name.size() <= {MAX_NAME} && self.metadata.name.matches('{NAME_PATTERN}')",
                 "message": f"metadata.name {DNS_LABEL_RULE}",
             },
-            *_immutability(),
+            _immutability(),
         ],
     }
 
@@ -252,40 +254,57 @@ def _kubernetes_node(node: Schema) -> Schema:
     return bounded
 
 
-def _validation(rule: Rule) -> Schema:
-    return {
-        "rule": rule.cel,
-        "message": f"{rule.path} {rule.text}: {rule.hint}",
-        "fieldPath": f".{rule.path}",
-    }
+def _add_rule(spec: Schema, cel: str, message: str, path: str) -> None:
+    """Add a rule on spec to the block that has all fields that it reads, else to spec.
+
+    The API server evaluates all rules at each write of a status, and copies the schemas of all fields beside one that
+    it reads: a rule costs less in a block, and nothing without the block.
+    """
+    blocks = set(re.findall(r"self\.(\w+)", cel))
+    name = path.split(".")[1]
+    node = spec["properties"][name]
+    # The API server evaluates the rules of a block on its default too, without the defaults of its fields.
+    if blocks == {name} and node.get("type") == "object" and "default" not in node:
+        there = rf"has\(self\.{name}\)"
+        # There is the block, where the rule is evaluated: `true && x` and, at the start, `!true || x` are x.
+        cel = re.sub(rf"(?<!!){there} && |(?<![^(])!{there} \|\| ", "", cel)
+        cel = re.sub(there, "true", cel).replace(f"self.{name}.", "self.")
+        spec, path = node, path.removeprefix(f".{name}")
+    rule = {"rule": cel, "message": message, **({"fieldPath": path} if path else {})}
+    spec.setdefault("x-kubernetes-validations", []).append(rule)
 
 
-def _immutability() -> Iterator[Schema]:
-    """Yield rules that freeze every field of spec once a stage has started, except those in MUTABLE."""
-    started = "has(oldSelf.status) && has(oldSelf.status.stages) && oldSelf.status.stages.exists(s, s.attempt > 0)"
+def _immutability() -> Schema:
+    """Return the rule that freezes every field of spec once a stage has started, except those in MUTABLE.
+
+    It is one rule, so that the API server asks once, and not for each field, what a write of a status answers at once:
+    an update changes spec or status, as status is a subresource.
+    """
     body = spec_shape().body
     assert isinstance(body, Fields)
+    fixed: dict[str, str] = {}
     for name, shape in body.fields.items():
         changeable = MUTABLE.get(name)
         if changeable is None:
-            yield _immutable(started, f"spec.{name}", optional=not shape.required)
+            fixed[f"spec.{name}"] = _same(f"spec.{name}", optional=not shape.required)
         elif changeable:
             assert isinstance(shape.body, Fields)
-            for inner in shape.body.fields:
-                if inner not in changeable:
-                    yield _immutable(started, f"spec.{name}.{inner}", optional=True)
-
-
-def _immutable(started: str, path: str, *, optional: bool) -> Schema:
-    new, old = f"self.{path}", f"oldSelf.{path}"
-    same = f"{new} == {old}"
-    if optional:
-        same = f"has({new}) == has({old}) && (!has({new}) || {same})"
+            inner = (f"spec.{name}.{field}" for field in shape.body.fields if field not in changeable)
+            fixed |= {path: _same(path, optional=True) for path in inner}
+    waits = "!has(oldSelf.status) || !has(oldSelf.status.stages) || oldSelf.status.stages.all(s, s.attempt == 0)"
+    changed = " + ".join(f"({same} ? '' : '{path}, ')" for path, same in fixed.items())
     return {
-        "rule": f"!({started}) || ({same})",
-        "message": f"{path} cannot change after the first stage has started: create a new job",
+        "rule": f"{waits} || self.status != oldSelf.status || ({' && '.join(f'({same})' for same in fixed.values())})",
+        "messageExpression": f"({changed} + 'cannot change after the first stage has started: create a new job')"
+        ".replace(', cannot', ' cannot')",
         "reason": "FieldValueForbidden",
     }
+
+
+def _same(path: str, *, optional: bool) -> str:
+    """Return CEL that is true if an update leaves the field as it was."""
+    new, old = f"self.{path}", f"oldSelf.{path}"
+    return f"has({new}) == has({old}) && (!has({new}) || {new} == {old})" if optional else f"{new} == {old}"
 
 
 def _node_at(node: Schema, path: str) -> Schema:
