@@ -1,4 +1,4 @@
-"""Who ends a wait, by the texts of Kubernetes components as they were recorded or as their sources print them."""
+"""Waits and who ends each, by texts of Kubernetes components as recorded or as their sources print them."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def test_pull_of_an_image_is_never_stalled() -> None:
     assert told(world) == ("False", "Progressing", "InProgress", None)
 
 
-def test_claim_whose_class_turns_out_to_be_absent_is_stalled_after_the_same_minute() -> None:
+def test_claim_of_an_absent_class_is_stalled_after_the_same_minute() -> None:
     world = waiting_world(UNBOUND)
     assert told(world) == ("False", "Progressing", "ClaimNotBound", "Controller")
     world.wait(60)

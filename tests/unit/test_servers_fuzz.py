@@ -38,6 +38,7 @@ from finetune_operator.controller.servers.progress_server import KnownPod, Progr
 from finetune_operator.controller.servers.tokens import PodIdentity, RefusedToken, Verdict
 from finetune_operator.controller.servers.webhook import WebhookServer
 from finetune_operator.jobs.admission import JOBS
+from finetune_operator.jobs.missing_objects import LookUp
 from finetune_operator.jobs.state.decision_types import Findings
 from finetune_operator.spec.settings.settings import CLUSTER_SETTINGS
 from finetune_operator.spec.types import ProgressStatus
@@ -75,6 +76,9 @@ class World:
 
     async def served(self) -> list[Any]:
         return ["job"]
+
+    async def look_up(self, namespace: str, job: Any) -> LookUp:
+        return LookUp()
 
     async def faults(self) -> list[str]:
         return []

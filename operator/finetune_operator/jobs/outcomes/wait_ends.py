@@ -1,4 +1,4 @@
-"""Who ends a wait: a person, free capacity, or a component of the cluster.
+"""Ends of waits: by a person, by free capacity, or by a component of the cluster.
 
 Kubernetes says so only in texts, for people. Sources are beside the patterns; a text that matches none counts as one
 that resolves by itself sooner or later (Capacity or Controller), so that no healthy job is called stalled at once.
