@@ -322,6 +322,7 @@ def test_pull_of_an_image_is_never_stalled() -> None:
 def test_claim_of_an_absent_class_is_stalled_after_the_same_minute() -> None:
     world = waiting_world(UNBOUND)
     assert told(world) == ("False", "Progressing", "ClaimNotBound", "Controller")
+    assert world.decide().requeue_at == NOON + timedelta(seconds=60)  # events are read then
     world.wait(60)
     world.start_events = (NO_CLASS,)
     world.settle()

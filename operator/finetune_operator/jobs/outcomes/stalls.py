@@ -38,8 +38,9 @@ def follow_wait(state: ReconcileState, stage: StageStatus, wait: PodWait | None)
         if wait is not None and wait.idle and stage.waiting_for == "Capacity":
             return still_stalled(state, stage), stage
         return state, stage.model_copy(update={"waiting_for": None, "waiting_since": None})
-    if wanted_events(state.job, state.observed, state.now):
-        state = state.requeue(state.now + timedelta(seconds=QUIET_SECONDS))
+    reading = state.now + timedelta(seconds=QUIET_SECONDS)
+    if wanted_events(state.job, state.observed, reading):
+        state = state.requeue(reading)
     state, stage = waiting(state, stage, wait.end, wait.message, wait.since)
     return state.with_findings(waiting_reason=wait.end.reason), stage
 
