@@ -229,6 +229,8 @@ def test_request_that_times_out_gets_504_and_leaves_the_queue(server: Served) ->
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.sendall(b'POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n{"inputs": "b"}')
             wait_until(lambda: server.state.batcher.queued == 2, "the request is queued")
+        queued = server.state.batcher._inbox
+        wait_until(lambda: all(one.disconnected for one in queued), "the server notices the closed connection")
     finally:
         hold.set()
         engine.answer = answer  # type: ignore[method-assign]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -71,11 +72,11 @@ def test_the_training_ran_as_its_kind_and_every_stage_succeeded(ended, launcher)
 @pytest.mark.parametrize("launcher", KINDS)
 def test_progress_loss_and_eta_are_reported_during_training(ended, launcher) -> None:  # type: ignore[no-untyped-def]
     _, _, (header, *lines) = ended[launcher]
-    assert header[:6] == ["NAME", "PHASE", "STAGE", "PROGRESS", "LOSS", "ETA"]
-    training = [line for line in lines if line[1] == "Training" and len(line) >= 8]
-    percents = {int(line[3]) for line in training}
+    assert header[:7] == ["NAME", "PHASE", "STAGE", "REASON", "PROGRESS", "LOSS", "ETA"]
+    training = [line for line in lines if line[1] == "Training" and len(line) >= 9]
+    percents = {int(line[4].removesuffix("%")) for line in training}
     assert len(percents - {0, 100}) >= 2, lines
-    assert all(0 < float(line[4]) < 2 and int(line[5]) >= 0 for line in training), training
+    assert all(0 < float(line[5]) < 2 and re.fullmatch(r"(\d+[dhms])+", line[6]) for line in training), training
 
 
 def test_the_launchers_agree_on_the_quality(ended) -> None:  # type: ignore[no-untyped-def]
