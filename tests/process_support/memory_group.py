@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -52,4 +52,5 @@ def memory_group(limit_bytes: int) -> Iterator[MemoryGroup]:
         yield MemoryGroup(folder)
         wait_until(lambda: not (folder / "cgroup.procs").read_text().strip(), "all processes of the group have ended")
     finally:
-        folder.rmdir()
+        with suppress(OSError):  # after a failure, processes may be in it
+            folder.rmdir()
