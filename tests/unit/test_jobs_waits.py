@@ -168,16 +168,16 @@ def test_events_are_read_of_a_child_without_pods_and_of_a_pod_on_its_node() -> N
     world.settle()
     (child,) = world.observed().children
     late = NOON + timedelta(seconds=61)
-    assert wanted_events(world.job(), world.observed(), NOON + timedelta(seconds=59)) == ()
-    assert wanted_events(world.job(), world.observed(), late) == (
+    assert wanted_events(world.job(), (child,), (), NOON + timedelta(seconds=59)) == ()
+    assert wanted_events(world.job(), (child,), (), late) == (
         EventSource(child.ref.kind, child.ref.name, child.ref.uid),
     )
     world.make_pods(child.ref.name)
     (pod,) = world.observed().pods
 
     def wanted(**fields: object) -> tuple[tuple[str, str], ...]:
-        observed = replace(world.observed(), pods=(replace(pod, **fields),))
-        return tuple((one.kind, one.name) for one in wanted_events(world.job(), observed, late))
+        pods = (replace(pod, **fields),)
+        return tuple((one.kind, one.name) for one in wanted_events(world.job(), (child,), pods, late))
 
     of_pod = ("Pod", pod.name)
     assert wanted(node="node-1", scheduled=NOON) == (of_pod,)

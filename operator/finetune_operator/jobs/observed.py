@@ -25,13 +25,12 @@ from finetune_operator.jobs.outcomes.remedies import LOG_LIMIT, MOST_LOGS
 from finetune_operator.jobs.render.pod_parts import CONTAINER_NAME, SERVED_CONTAINER_NAME
 from finetune_operator.jobs.render.render_types import ROLLBACK_ANNOTATION
 from finetune_operator.jobs.state.children import attempt_of
-from finetune_operator.jobs.state.decision_state import with_own_report
+from finetune_operator.jobs.state.decision_state import job_redactor, with_own_report
 from finetune_operator.jobs.state.decision_types import ChildView, Ended, JobView, Observed, PodView, Waiting
 from finetune_operator.spec.checks.validation import validate_job
 from finetune_operator.spec.kubernetes_objects import Conditions, Meta, Raw, RawCondition, Time, empty
 from finetune_operator.spec.launcher_rows import SUPPORTED
 from finetune_operator.spec.problems import MOST_PROBLEMS, Problem
-from finetune_operator.spec.redaction import Redactor
 from finetune_operator.spec.settings.settings import Settings
 from finetune_operator.spec.types import FineTuneJob, FineTuneJobStatus
 
@@ -445,10 +444,8 @@ def redacted_log(job: JobView, log: str) -> str:
     """Return a pod's log tail as the status may hold it: without secrets, including those that the job names in plain.
     Not everybody who may read the job may read its Secrets.
     """
-    redactor = Redactor()
-    redactor.learn(None if job.job is None else job.job.spec.model_dump(mode="json", by_alias=True))
     # Redacted before it is cut: half a secret cannot be recognised.
-    return redactor.text(log)[-LOG_LIMIT:]
+    return job_redactor(job).text(log)[-LOG_LIMIT:]
 
 
 def _pod_with_cause(child: ChildView, pods: Sequence[PodView]) -> PodView | None:

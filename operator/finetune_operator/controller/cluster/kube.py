@@ -201,11 +201,15 @@ class Kube(KubernetesClient):
         return await self._json(Request("patch", path, resource.plural, query, as_yaml(body), APPLY_PATCH))
 
     async def events_of(self, namespace: str, kind: str, name: str, uid: str | None = None) -> list[Manifest]:
-        """Return the events about an object; without `uid`, about all that had this name."""
+        """Return the events about an object; without `uid`, about all that had this name. No more than a page is read:
+        controllers limit their events about one object to a few dozen, and others may write any number.
+        """
         fields = {"involvedObject.kind": kind, "involvedObject.name": name}
         fields |= {} if uid is None else {"involvedObject.uid": uid}
-        events, _ = await self.list_objects(EVENT, namespace, fields=",".join(f"{k}={v}" for k, v in fields.items()))
-        return events
+        selector = ",".join(f"{name}={value}" for name, value in fields.items())
+        async for page in self.pages(EVENT, namespace, fields=selector):
+            return page.items
+        return []
 
     async def create_event(
         self,

@@ -334,9 +334,12 @@ class Reconciler:
 
     async def _read_start_events(self, key: JobKey, memory: JobMemory) -> None:
         """Read the events of the objects that keep an attempt from starting, if the wait is long, and at intervals."""
-        job, last, now = self._state.store.job(key), memory.start_events, time.monotonic()
-        wanted = () if job is None else wanted_events(job, self._observed(job, memory), self._state.now())
-        if job is None or not wanted:
+        store, last, now = self._state.store, memory.start_events, time.monotonic()
+        job = store.job(key)
+        if job is None:
+            return
+        wanted = wanted_events(job, store.children(job.id), store.pods(job.id), self._state.now())
+        if not wanted:
             last.view, last.time = None, float("-inf")
         elif now >= last.time + QUIET_SECONDS:
             last.time = now

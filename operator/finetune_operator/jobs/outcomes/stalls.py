@@ -39,7 +39,7 @@ def follow_wait(state: ReconcileState, stage: StageStatus, wait: PodWait | None)
             return still_stalled(state, stage), stage
         return state, stage.model_copy(update={"waiting_for": None, "waiting_since": None})
     reading = state.now + timedelta(seconds=QUIET_SECONDS)
-    if wanted_events(state.job, state.observed, reading):
+    if wanted_events(state.job, state.observed.children, state.observed.pods, reading):
         state = state.requeue(reading)
     state, stage = waiting(state, stage, wait.end, wait.message, wait.since)
     return state.with_findings(waiting_reason=wait.end.reason), stage

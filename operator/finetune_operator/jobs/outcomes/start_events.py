@@ -13,10 +13,10 @@ from pydantic import Field, JsonValue, ValidationError
 
 from finetune_contract.report import shortened
 from finetune_operator.jobs.outcomes.wait_ends import scheduling_end
-from finetune_operator.jobs.state.decision_types import ChildView, JobView, Observed, PodView, StartEvent
+from finetune_operator.jobs.state.decision_state import job_redactor
+from finetune_operator.jobs.state.decision_types import ChildView, JobView, PodView, StartEvent
 from finetune_operator.spec.kubernetes_objects import EPOCH, Raw, Time
 from finetune_operator.spec.printable import printable
-from finetune_operator.spec.redaction import Redactor
 
 QUIET_SECONDS = 60
 """Wait after which events are read, and between two readings."""
@@ -60,19 +60,18 @@ class _Event(Raw):
         return max(one for one in (series, self.last_timestamp, self.event_time, EPOCH) if one is not None)
 
 
-def wanted_events(job: JobView, observed: Observed, now: datetime) -> tuple[EventSource, ...]:
-    """Return the objects whose events may tell why the running attempt does not start; none for a short wait."""
+def wanted_events(
+    job: JobView, children: Sequence[ChildView], pods: Sequence[PodView], now: datetime
+) -> tuple[EventSource, ...]:
+    """Return the objects whose events may tell why the running attempt does not start; none for a short wait: its child
+    while it has no pods, else its first pod that waits. `children` and `pods` are those of the job.
+    """
     stage = next((one for one in job.status.stages if one.state == "Running"), None)
     if stage is None:
         return ()
-    children = [one for one in observed.children if (one.stage, one.attempt) == (stage.name, stage.attempt)]
-    pods = [one for one in observed.pods if (one.stage, one.attempt) == (stage.name, stage.attempt)]
-    return objects_with_events(children[0] if children else None, pods, now)
-
-
-def objects_with_events(child: ChildView | None, pods: Sequence[PodView], now: datetime) -> tuple[EventSource, ...]:
-    """Return the same for an attempt: its child while it has no pods, else its first pod that waits."""
-    long = now - timedelta(seconds=QUIET_SECONDS)
+    attempt, long = (stage.name, stage.attempt), now - timedelta(seconds=QUIET_SECONDS)
+    pods = [one for one in pods if (one.stage, one.attempt) == attempt]
+    child = next((one for one in children if (one.stage, one.attempt) == attempt), None)
     if child is not None and not pods and child.state == "Pending" and child.created <= long:
         return (EventSource(child.ref.kind, child.ref.name, child.ref.uid),)
     waiting = [pod for pod in pods if pod.phase == "Pending" and pod.waiting is None and pod.deleting_until is None]
@@ -105,8 +104,6 @@ def newest_event(job: JobView, values: Sequence[Mapping[str, JsonValue]]) -> Sta
     if not events:
         return None
     newest = max(events, key=lambda event: (event.time, event.type == "Warning"))
-    redactor = Redactor()
-    redactor.learn(None if job.job is None else job.job.spec.model_dump(mode="json", by_alias=True))
-    message = shortened(redactor.text(printable(newest.message)), MESSAGE_LIMIT)
+    message = shortened(job_redactor(job).text(printable(newest.message)), MESSAGE_LIMIT)
     involved = newest.involved_object
     return StartEvent(involved.kind, involved.name, newest.reason, message, newest.type == "Warning")

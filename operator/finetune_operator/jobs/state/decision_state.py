@@ -23,6 +23,7 @@ from finetune_operator.jobs.state.decision_types import (
 )
 from finetune_operator.jobs.state.plan_table import FindPlan
 from finetune_operator.spec.problems import Problem
+from finetune_operator.spec.redaction import Redactor
 from finetune_operator.spec.settings.settings import Settings
 from finetune_operator.spec.status_times import earliest
 from finetune_operator.spec.types import (
@@ -200,6 +201,13 @@ def with_own_report(pod: PodView, job: str) -> PodView:
     if ended is None or ended.report is None or (ended.report.job, ended.report.stage) == (job, pod.stage):
         return pod
     return replace(pod, ended=replace(ended, report=None))
+
+
+def job_redactor(job: JobView) -> Redactor:
+    """Return what hides secrets in texts about the job, including those that it names in plain."""
+    redactor = Redactor()
+    redactor.learn(None if job.job is None else job.job.spec.model_dump(mode="json", by_alias=True))
+    return redactor
 
 
 def reference(ref: ObjectRef) -> ChildReference:
