@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from finetune_operator.jobs.leftover_claims import WorkspaceClaim, claims_used, without_job
 
 NOW = "2026-01-05T10:00:00Z"
@@ -32,6 +34,16 @@ def test_size_is_that_of_the_volume_where_there_is_one() -> None:
     waiting = claim("a")
     bound = {**waiting, "status": {"capacity": {"storage": "1536Mi"}}}
     assert [WorkspaceClaim.model_validate(one).size for one in (waiting, bound)] == [2**30, 1536 * 2**20]
+
+
+SIZES = {"1e9": 10**9, "1.5E3": 1500, "5u": 0, "100n": 0, "2Ei": 2 * 2**60}
+
+
+@pytest.mark.parametrize(("text", "size"), SIZES.items())
+def test_rare_form_of_a_size_that_anybody_may_write_is_no_error(text: str, size: int) -> None:
+    one = claim("a")
+    one["spec"]["resources"]["requests"]["storage"] = text
+    assert WorkspaceClaim.model_validate(one).size == size
 
 
 def test_claims_are_found_in_uris_and_volumes_at_any_depth() -> None:

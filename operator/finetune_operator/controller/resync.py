@@ -145,19 +145,22 @@ class Resync:
     async def _leftover_sizes(self) -> list[int]:
         """Return the bytes of each claim whose job is deleted and that no other job names."""
         store = self._state.store
-        found: list[Manifest] = []
+        sizes: dict[tuple[str, str], tuple[str, int]] = {}
         for namespace in self._state.settings.namespaces or (None,):
-            found += (await self._state.kube.list_objects(CLAIM, namespace, CLAIM_SELECTOR))[0]
+            # No more than a page is in memory: anybody may add large annotations to claims.
+            async for page in self._state.kube.pages(CLAIM, namespace, CLAIM_SELECTOR):
+                sizes |= {claim.key: (claim.job, claim.size) for claim in without_job(page.items, ())}
         jobs = store.jobs()
-        claims = without_job(found, set(jobs))
-        namespaces, time_slice = {claim.metadata.namespace for claim in claims}, TimeSlice()
+        known, time_slice = set(jobs), TimeSlice()
+        sizes = {key: one for key, one in sizes.items() if (key[0], one[0]) not in known}
+        namespaces = {namespace for namespace, _ in sizes}
         used: set[tuple[str, str]] = set()
         for key in jobs:
             if key.namespace in namespaces and (view := store.job(key)) and view.job:
                 spec = view.job.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
                 used |= {(key.namespace, name) for name in claims_used(spec)}
                 await time_slice.shared()
-        return [claim.size for claim in claims if claim.key not in used]
+        return [size for key, (_, size) in sizes.items() if key not in used]
 
     def _lacks_extension(self, job: JobView) -> bool:
         """Return whether the job's endpoint would use an API that is not served."""

@@ -6,6 +6,7 @@ the caller reads the claims before the jobs, so that a job that is created meanw
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from pydantic import Field, JsonValue
@@ -14,6 +15,8 @@ from finetune_operator.jobs.render.render_types import JOB_LABEL, MANAGED_BY
 from finetune_operator.spec.kubernetes_objects import Meta, Raw
 from finetune_operator.spec.quantities import parse_quantity
 
+_EXPONENT = re.compile(r"[0-9]{1,16}(\.[0-9]{1,16})?[eE][0-9]{1,2}")
+"""Quantity with a decimal exponent; the API server takes none above 2^63."""
 CLAIM_SELECTOR = ",".join([*(f"{key}={value}" for key, value in MANAGED_BY.items()), JOB_LABEL])
 """Label selector of the claims that the operator creates."""
 
@@ -58,8 +61,14 @@ class WorkspaceClaim(Raw):
 
     @property
     def size(self) -> int:
-        """Return the bytes of its volume, or those requested if it has none yet."""
-        return int(parse_quantity(self.status.capacity.get("storage", self.spec.resources.requests.storage)))
+        """Return the bytes of its volume, or those requested if it has none yet; 0 for a text that is no number here.
+        Anybody may label a claim so, and the API server takes rare forms as well, such as 1e9 and 5u.
+        """
+        text = self.status.capacity.get("storage", self.spec.resources.requests.storage)
+        try:
+            return int(parse_quantity(text))
+        except ValueError:
+            return int(float(text)) if _EXPONENT.fullmatch(text) else 0
 
 
 def without_job(
