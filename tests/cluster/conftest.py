@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster_support.api_access import Api
+from cluster_support.api_access import Api, Object
 from cluster_support.control_plane import Cluster, running_cluster
 from cluster_support.jobs_with_status import Jobs
 from cluster_support.operator_process import OperatorProcess, install
@@ -50,12 +50,22 @@ def kinds(cluster: Cluster) -> None:
 
 
 @pytest.fixture(scope="module")
+def operator_settings() -> Object:
+    """Settings of the module's operator; a module may have its own."""
+    return SETTINGS
+
+
+@pytest.fixture(scope="module")
 def operator_process(
-    cluster: Cluster, kinds: None, stand_ins: StandIns, tmp_path_factory: pytest.TempPathFactory
+    cluster: Cluster,
+    kinds: None,
+    stand_ins: StandIns,
+    operator_settings: Object,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[OperatorProcess]:
     """One operator for all tests of a module, under the rights of the manifests."""
     install(cluster)
-    process = OperatorProcess(cluster, tmp_path_factory.mktemp("operator"), SETTINGS)
+    process = OperatorProcess(cluster, tmp_path_factory.mktemp("operator"), operator_settings)
     process.start()
     try:
         yield process

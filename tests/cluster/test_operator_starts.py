@@ -13,10 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from cluster_support.api_access import Object, wait_until
-from cluster_support.control_plane import Cluster
-from cluster_support.operator_process import OperatorProcess, install
 from cluster_support.plays import SUCCEEDS, Play, fails
-from cluster_support.stand_ins import StandIns
 from cluster_support.world import SETTINGS, World, condition, install_kinds
 from finetune_contract.layout import FailureClass
 from suite_plugins.patience import patient
@@ -113,16 +110,8 @@ STARTS: dict[str, Start] = {
 
 
 @pytest.fixture(scope="module")
-def operator_process(
-    cluster: Cluster, kinds: None, stand_ins: StandIns, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[OperatorProcess]:
-    install(cluster)
-    process = OperatorProcess(cluster, tmp_path_factory.mktemp("operator"), {**SETTINGS, "limits": LIMITS})
-    process.start()
-    try:
-        yield process
-    finally:
-        process.terminate()
+def operator_settings() -> Object:
+    return {**SETTINGS, "limits": LIMITS}
 
 
 Ended = Callable[[str], tuple[World, str, list[Object]]]

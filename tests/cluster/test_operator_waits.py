@@ -13,11 +13,8 @@ from datetime import UTC, datetime
 import pytest
 
 from cluster_support.api_access import Object, wait_until
-from cluster_support.control_plane import Cluster
 from cluster_support.kubelet import NODE_MARK, ON_STAND_IN
-from cluster_support.operator_process import OperatorProcess, install
 from cluster_support.plays import RUNS, Play
-from cluster_support.stand_ins import StandIns
 from cluster_support.world import SETTINGS, World, condition, stage_of
 from finetune_operator.spec.status_times import stamp
 from suite_plugins.patience import patient
@@ -180,16 +177,8 @@ WAITS: dict[str, Wait] = {
 
 
 @pytest.fixture(scope="module")
-def operator_process(
-    cluster: Cluster, kinds: None, stand_ins: StandIns, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[OperatorProcess]:
-    install(cluster)
-    process = OperatorProcess(cluster, tmp_path_factory.mktemp("operator"), {**SETTINGS, "limits": LIMITS})
-    process.start()
-    try:
-        yield process
-    finally:
-        process.terminate()
+def operator_settings() -> Object:
+    return {**SETTINGS, "limits": LIMITS}
 
 
 @pytest.fixture(scope="module")
